@@ -50,7 +50,7 @@ def is_held_out(*key):
 def make_countdown(n, numbers_per_problem, max_number, max_target, held_out, seed, template=COUNTDOWN_PROMPT):
     """-> n problems, solvable by construction: the target is what random operations make of the numbers."""
     rng, problems, seen = random.Random(f"{seed} {held_out}"), [], set()
-    for _ in range(1000 + 1000 * n):
+    for _ in range(20_000 + 200 * n):
         numbers = [rng.randint(1, max_number) for _ in range(rng.choice(numbers_per_problem))]
         pool = [(Fraction(number), str(number)) for number in numbers]
         while len(pool) > 1:
@@ -175,7 +175,8 @@ def rollout_with_vllm(llm, prompts, group_size, max_new_tokens, temperature, see
 @torch.no_grad()
 def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, temperature, seed, eos_token_id):
     """P lists of prompt ids -> P * group_size Responses, group after group. A prompt is read once for its group."""
-    responses, generator = [], torch.Generator(policy.device).manual_seed(seed)
+    responses, generator, mode = [], torch.Generator(policy.device).manual_seed(seed), policy.training
+    policy.eval()  # in train mode gradient checkpointing drops the cache
     prompts_at_once = max(1, 512 // group_size)  # 512 rows: large enough to be quick, small enough for a laptop
     for start in range(0, len(prompts), prompts_at_once):
         chunk = prompts[start:start + prompts_at_once]
@@ -201,6 +202,7 @@ def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, tempe
         for i, (row, log_prob_row) in enumerate(zip(torch.cat(tokens, 1).tolist(), torch.cat(chosen, 1).tolist())):
             end = row.index(eos_token_id) + 1 if eos_token_id in row else len(row)
             responses.append(Response(chunk[i // group_size], row[:end], log_prob_row[:end], eos_token_id in row))
+    policy.train(mode)
     return responses
 
 

@@ -1,0 +1,787 @@
+"""Tests of starter.py, each named for the mistake that it stops.
+
+    pytest -m "not slow"     what to run while editing
+    pytest                   everything; tests of vLLM and TRL are skipped, by name, where these are not installed
+"""
+import ast
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+import starter  # before torch: it sets variables that torch and vLLM read
+from starter import InputError, Response, RunStopped
+
+import make_tiny
+import torch
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+needs_trl = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fixtures: checkpoints made here, with random weights
+
+def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
+    """An ordinary Hugging Face folder: the built-in model's architecture and tokenizer, random weights of a lively size."""
+    import transformers
+    tokenizer = make_tiny.make_tokenizer()
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    extra = dict(head_dim=32) if family == "Qwen3" else {}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=tie, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, initializer_range=0.15, **(sizes | extra | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def policy_and_tokenizer(checkpoint):
+    return starter.init_policy(checkpoint, CPU)
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The built-in checkpoint itself, built once for the repository."""
+    return starter.machine.find_model("tiny")
+
+
+def variety(text, problem):
+    """A reward that random weights can earn: distinct characters."""
+    return len(set(text)) / 10
+
+
+def settings(checkpoint, tmp_path, **changes):
+    """main() on a small random checkpoint: everything real, seconds long."""
+    return dict(model_id=str(checkpoint), engine="transformers", device="cpu", bf16=False, n_train_steps=3, rollout_batch_size=16,
+                group_size=4, max_new_tokens=8, learning_rate=1e-3, n_train_problems=50, n_eval_problems=20, max_number=9,
+                numbers_per_problem=(2, 3), countdown_prompt="make {target}: {numbers}", out_dir=str(tmp_path),
+                eval_every=2, max_tokens_per_microbatch=200, save_model=False, reward=variety) | changes
+
+
+def scalars(run_folder):
+    """-> {tag: [(step, value)]} of a run's TensorBoard file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(run_folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def same_numbers(a, b):
+    """Scalars of two runs, without those that measure time or memory."""
+    keep = lambda run: {tag: values for tag, values in run.items() if not tag.startswith(("time/", "mem/")) and "tokens_per_s" not in tag}
+    return keep(a) == keep(b)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Problems
+
+def test_countdown_problem_has_no_solution_or_is_both_trained_and_held_out():
+    settings = dict(numbers_per_problem=(2, 3, 4), max_number=20, max_target=100)
+    train, held_out = (starter.make_countdown(500, **settings, held_out=part, seed=part) for part in (False, True))
+    for problem in train + held_out:
+        assert starter.reward_fn(f"<answer>{problem['solution']}</answer>", problem) == 1.0, problem
+    key = lambda problem: (tuple(sorted(problem["numbers"])), problem["target"])
+    assert not set(map(key, train)) & set(map(key, held_out)) and len(set(map(key, held_out))) == 500
+
+
+def test_endless_search_when_too_few_problems_exist():
+    with pytest.raises(InputError, match="only .* of 400 Countdown problems .* max_number = 2 .*use larger numbers"):
+        starter.make_countdown(400, (2,), 2, 10, True, 0)
+
+
+def test_gsm8k_answers_are_misread(tmp_path):
+    rows = [("How many?", "2+2 = <<2+2=4>>4\n#### 1,234"), ("How cold?", "#### -12"), ("How much?", "#### 0.50")]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    problems = starter.read_gsm8k(path)
+    right = [("1234", "1,234", "$1,234.00", "1234 clips", "= 1,234"), ("-12", "\u221212", "-12.0 degrees", "-12 C"), (".5", "$0.50", "0.5")]
+    wrong = [("234", "1,23", "1234.5", "-1234"), ("12", "+12", "5-12"), ("50", "5", "0.05")]
+    for problem, good, bad in zip(problems, right, wrong):
+        assert [starter.reward_fn(f"<answer>{x}</answer>", problem) for x in good] == [1.0] * len(good), problem
+        assert [starter.reward_fn(f"<answer>{x}</answer>", problem) for x in bad] == [0.1] * len(bad), problem
+
+
+def test_problems_of_a_step_depend_on_the_steps_before_it():
+    problems = list(range(10))
+    steps = [starter.problems_of_step(problems, step, 4, seed=1) for step in range(5)]
+    assert sorted(sum(steps, [])) == sorted(problems * 2)  # two epochs, each problem once an epoch
+    assert starter.problems_of_step(problems, 3, 4, seed=1) == steps[3] != starter.problems_of_step(problems, 3, 4, seed=2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Rollout
+
+def test_sampler_with_a_shared_cache_differs_from_generate(policy_and_tokenizer):
+    policy, tokenizer = policy_and_tokenizer
+    prompts = starter.prompt_ids_of([{"prompt": p} for p in ("make 3: 1 2", "sort 54321", "a")], tokenizer)
+    ours = starter.rollout_with_transformers(policy, prompts, 1, 30, 0, 0, tokenizer.eos_token_id)
+    for prompt, response in zip(prompts, ours):
+        theirs = policy.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+                                 max_new_tokens=30, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        assert response.response_ids == theirs[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampler_log_probs_are_not_the_trainers(policy_and_tokenizer, temperature):
+    policy, tokenizer = policy_and_tokenizer
+    prompts = starter.prompt_ids_of([{"prompt": p} for p in ("make 3: 1 2", "sort 54321", "a")], tokenizer)
+    responses = starter.rollout_with_transformers(policy, prompts, 4, 20, temperature, 0, tokenizer.eos_token_id)
+    assert [r.prompt_ids for r in responses] == [p for p in prompts for _ in range(4)]
+    for r in responses:  # a plain forward pass of one sequence, no padding, no cache
+        logits = policy(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1]
+        plain = (logits / temperature).log_softmax(-1)[range(len(r.response_ids)), r.response_ids]
+        torch.testing.assert_close(torch.tensor(r.log_probs), plain, rtol=0, atol=1e-4)
+        assert r.finished == (r.response_ids[-1] == tokenizer.eos_token_id) and tokenizer.eos_token_id not in r.response_ids[:-1]
+    assert any(r.finished for r in responses) and not all(r.finished for r in responses)
+
+
+def test_samples_do_not_follow_the_policys_distribution(policy_and_tokenizer):
+    policy, tokenizer = policy_and_tokenizer
+    prompt, = starter.prompt_ids_of([{"prompt": "a"}], tokenizer)
+    responses = starter.rollout_with_transformers(policy, [prompt], 4000, 1, 1.0, 0, tokenizer.eos_token_id)
+    counts = torch.bincount(torch.tensor([r.response_ids[0] for r in responses]), minlength=len(tokenizer))
+    expected = 4000 * policy(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    large = expected > 5
+    chi2 = ((counts - expected)[large].square() / expected[large]).sum().item()
+    assert chi2 < large.sum() + 5 * math.sqrt(2 * large.sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Reward
+
+def test_hostile_text_raises_or_hangs_the_reward():
+    problem, word = {"numbers": [3, 5, 7], "target": 22}, {"answer": "72"}
+    hostile = ["(" * 10**6, "9**9**9", "1" * 10**6, "1/0", "0/0", "3*5+7" + "+0" * 10**5, "\0", "\u0663*5+7", "\uff13*5+7", "3e9", "0x3", "3_5",
+               "-" * 150 + "3", "3\n*5+7", "1,," * 50, "$" * 100, "." * 100, "-.", "\ud800", "[].__class__", "1" + "*999999999" * 19, "7(3)", "3 5 7"]
+    hostile += ["<answer>" * 10**5, "<answer>3</answer>" * 10**5]
+    for text in hostile:
+        for task in (problem, word):
+            start = time.process_time()
+            assert starter.reward_fn(f"<answer>{text}</answer>", task) in (0.0, 0.1)
+            assert time.process_time() - start < 1  # a hang, not a speed
+
+
+@pytest.mark.parametrize("reward, message", [
+    (lambda text, problem: 1 / 0, "reward raised ZeroDivisionError: division by zero on the text"),
+    (lambda text, problem: math.nan, "reward returned nan on the text"),
+    (lambda text, problem: [1.0, 2.0], r"reward returned \[1.0, 2.0\] on the text"),
+    (lambda text, problem: None, "reward returned None on the text"),
+    (lambda text: 1.0, "reward raised TypeError"),
+])
+def test_broken_reward_function_reaches_training(checkpoint, tmp_path, reward, message):
+    with mock.patch.object(starter, "init_policy", side_effect=AssertionError("a model was loaded")):
+        with pytest.raises(InputError, match=message):
+            starter.main(**settings(checkpoint, tmp_path, reward=reward))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5., 8. Advantages and loss against plain loops in float64
+
+def loops_advantages(rewards, group_size, eps, by_std):
+    out = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start:start + group_size]
+        mean = sum(group) / group_size
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / (group_size - 1))
+        out += [0.0 if min(group) == max(group) else (r - mean) / (std + eps if by_std else 1) for r in group]
+    return out
+
+
+def loops_loss(batch, average, max_new_tokens, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap):
+    """Value and gradient (with respect to each policy log-prob) of the step's loss, written out by hand: -> float, rows of floats."""
+    lengths = [sum(row) for row in batch["mask"]]
+    value, grads = 0.0, []
+    for b, row in enumerate(batch["mask"]):
+        grads.append([])
+        for t, on in enumerate(row):
+            if not on:
+                grads[b].append(0.0)
+                continue
+            pi, old, ref, sampler = (batch[name][b][t] for name in ("policy", "old", "ref", "rollout"))
+            weight = {"grpo": 1 / lengths[b] / len(lengths), "dapo": 1 / sum(lengths), "dr_grpo": 1 / (len(lengths) * max_new_tokens)}[average]
+            A, ratio = batch["advantages"][b], math.exp(pi - old)
+            importance = 1.0 if importance_cap is None else min(math.exp(old - sampler), importance_cap)
+            if A >= 0:
+                loss, grad = (-A * (1 + clip_high), 0.0) if ratio > 1 + clip_high else (-A * ratio, -A * ratio)
+            else:
+                loss, grad = (-A * (1 - clip_low), 0.0) if ratio < 1 - clip_low else (-A * ratio, -A * ratio)
+            d = pi - ref
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+            slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[estimator] if gradient == "as_written" else min(ratio, ratio_cap) * d
+            value += weight * (importance * loss + kl_coef * kl)
+            grads[b].append(weight * (importance * grad + kl_coef * slope))
+    return value, grads
+
+
+def test_loss_or_its_gradient_differs_from_plain_loops():
+    rng = random.Random(0)
+    grid = itertools.cycle(itertools.product(("grpo", "dapo", "dr_grpo"), ("k1", "k2", "k3"), ("reverse", "as_written"), (None, 1.5),
+                                             (1.2, math.inf)))
+    for number, (average, estimator, gradient, importance_cap, ratio_cap) in zip(range(144), grid):
+        groups, group_size, T = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 6)
+        B = groups * group_size
+        lengths = [rng.randint(0 if number % 5 == 0 else 1, T) for _ in range(B)]
+        start = [rng.randint(0, T - n) for n in lengths]
+        mask = [[start[b] <= t < start[b] + lengths[b] for t in range(T)] for b in range(B)]
+        if not any(lengths):
+            continue
+        noise = lambda scale: [[rng.gauss(-2, scale) for _ in range(T)] for _ in range(B)]
+        batch = {"mask": mask, "policy": noise(0.4), "old": noise(0.4), "ref": noise(1.0), "rollout": noise(0.4)}
+        rewards = [rng.choice([0.0, 0.1, 1.0]) for _ in range(B)]
+        by_std = rng.random() < 0.5
+        batch["advantages"] = loops_advantages(rewards, group_size, 1e-6, by_std)
+        clip_low, clip_high, kl_coef = rng.choice([0.1, 0.2]), rng.choice([0.2, 0.3]), rng.choice([0.0, 0.1, 1.0])
+        value, grads = loops_loss(batch, average, 10, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap)
+        grads = [g if any(row) else [0.0] * T for g, row in zip(grads, mask)]
+
+        tensor = lambda name: torch.tensor(batch[name], dtype=torch.float64).masked_fill(~torch.tensor(mask), math.nan)  # never read
+        advantages, _ = starter.compute_group_normalized_advantages(torch.tensor(rewards, dtype=torch.float64), group_size, 1e-6, by_std)
+        policy = tensor("policy").requires_grad_()
+        importance = None if importance_cap is None else (tensor("old") - tensor("rollout")).exp().clamp(max=importance_cap)
+        loss, _ = starter.compute_loss(
+            advantages[:, None], policy, tensor("old"), clip_low, tensor("ref"), kl_coef, mask=torch.tensor(mask), clip_range_high=clip_high,
+            importance_weights=importance, kl_estimator=estimator, kl_gradient=gradient, kl_ratio_cap=ratio_cap)
+        weights = starter.token_weights(torch.tensor(mask), average, 10).double()
+        total = torch.where(torch.tensor(mask), loss * weights, 0.0).sum()
+        total.backward()
+        # token_weights is float32, as in training: 1e-7 relative
+        torch.testing.assert_close(total.item(), value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(policy.grad, torch.tensor(grads, dtype=torch.float64), rtol=1e-6, atol=1e-8)
+
+
+def test_metadata_counts_padding_or_reports_one_side_of_the_clip_as_the_other():
+    ratio = torch.tensor([[0.5, 0.5, 1.5, 9.9], [1.5, 1.0, 0.5, 9.9]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    loss, metadata = starter.compute_loss(torch.tensor([[1.0], [-1.0]]), ratio.log(), torch.zeros(2, 4), 0.2, 0.5 * ratio.log(), 0.1, mask=mask)
+    assert metadata["clip_frac_high"] == pytest.approx(1 / 6) and metadata["clip_frac_low"] == pytest.approx(1 / 6)
+    assert metadata["clip_frac"] == pytest.approx(2 / 6) and metadata["ratio_mean"] == pytest.approx(5.5 / 6)
+    d = [0.5 * math.log(r) for r in (0.5, 0.5, 1.5, 1.5, 1.0, 0.5)]
+    assert metadata["kl_penalty_mean"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / 6, rel=1e-5)
+
+
+@needs_trl
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("beta, bias_correction", [(0.0, False), (0.1, False), (0.1, True)])
+def test_loss_or_gradient_differs_from_trl(loss_type, beta, bias_correction):
+    """TRL's own _compute_loss on the same tensors. Its beta term is k3 as written, or r * k3, whose gradient is ours exactly."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    generator = torch.Generator().manual_seed(0)
+    B, T = 8, 7
+    policy, old, ref, sampler = (-2 + 0.3 * torch.randn(B, T, generator=generator) for _ in range(4))
+    lengths = torch.tensor([7, 1, 4, 3, 7, 2, 5, 6])
+    mask = torch.arange(T)[None] < lengths[:, None]
+    advantages, importance = torch.randn(B, generator=generator), (old - sampler).exp().clamp(max=2.0)[:, :]
+    theirs_in = policy.clone().requires_grad_()
+    trainer = mock.MagicMock(
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=beta,
+        loss_type=loss_type, epsilon_low=0.2, epsilon_high=0.28, use_vllm=True, vllm_importance_sampling_correction=True,
+        max_completion_length=T, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False)
+    trainer.args = SimpleNamespace(use_bias_correction_kl=bias_correction, delta=None, steps_per_generation=1)
+    trainer.accelerator.num_processes, trainer.accelerator.gather = 1, lambda x: x
+    trainer._get_per_token_logps_and_entropies.return_value = (theirs_in, torch.ones(B, T), None)
+    inputs = dict(prompt_ids=torch.zeros(B, 1, dtype=torch.long), prompt_mask=torch.ones(B, 1, dtype=torch.long),
+                  completion_ids=torch.zeros(B, T, dtype=torch.long), completion_mask=mask.long(), advantages=advantages,
+                  old_per_token_logps=old, ref_per_token_logps=ref, importance_sampling_ratio=importance, num_items_in_batch=mask.sum())
+    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    theirs.backward()
+
+    ours_in = policy.clone().requires_grad_()
+    loss, _ = starter.compute_loss(advantages[:, None], ours_in, old, 0.2, ref, beta, mask=mask, clip_range_high=0.28, kl_estimator="k3",
+                                   importance_weights=importance, kl_gradient="reverse" if bias_correction else "as_written",
+                                   kl_ratio_cap=math.inf)
+    ours = (loss * starter.token_weights(mask, loss_type, T)).sum()
+    ours.backward()
+    torch.testing.assert_close(ours_in.grad, theirs_in.grad, rtol=1e-5, atol=1e-7)
+    if not bias_correction:  # r * k3 shows another value than k3
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8. KL: gradients against exact enumeration, with negative controls
+
+def tables(V=5, seed=0):
+    """-> logits of policy, reference and old policy, (V,) float64."""
+    return torch.randn(3, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_gradient(kind, logits, ref, old):
+    leaf = logits.clone().requires_grad_()
+    log_pi, log_ref, log_old = leaf.log_softmax(0), ref.log_softmax(0), old.log_softmax(0)
+    kl = {"reverse": (log_pi.exp() * (log_pi - log_ref)).sum(), "forward": (log_ref.exp() * (log_ref - log_pi)).sum(),
+          "old": (log_old.exp() * (log_old - log_pi)).sum()}[kind]
+    return torch.autograd.grad(kl, leaf)[0]
+
+
+ROWS = [  # estimator, gradient, off-policy?, cap -> what its expected gradient is, exactly
+    *((e, "reverse", off, math.inf, "reverse") for e in ("k1", "k2", "k3") for off in (False, True)),
+    ("k2", "as_written", False, math.inf, "reverse"), ("k3", "as_written", False, math.inf, "forward"),
+    ("k1", "as_written", False, math.inf, "zero"), ("k1", "as_written", True, math.inf, "minus old")]
+
+
+@pytest.mark.parametrize("estimator, gradient, off, cap, target", ROWS)
+def test_kl_gradient_is_not_the_one_claimed(estimator, gradient, off, cap, target):
+    logits, ref, old = tables()
+    old = old if off else logits
+    ours = starter.kl_gradient_by_enumeration(logits, ref, old, kl_estimator=estimator, kl_gradient=gradient, kl_ratio_cap=cap)
+    exact = {"zero": torch.zeros(5, dtype=torch.float64), "minus old": -exact_gradient("old", logits, ref, old)}.get(target)
+    exact = exact_gradient(target, logits, ref, old) if exact is None else exact
+    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator, gradient, off, cap", [
+    ("k1", "as_written", False, math.inf), ("k1", "as_written", True, math.inf), ("k2", "as_written", True, math.inf),
+    ("k3", "as_written", False, math.inf), ("k3", "as_written", True, math.inf), ("k3", "reverse", True, 1.05)])
+def test_negative_control_comes_out_right(estimator, gradient, off, cap):
+    errors = []
+    for seed in range(10):
+        logits, ref, old = tables(seed=seed)
+        exact = exact_gradient("reverse", logits, ref, old)
+        ours = starter.kl_gradient_by_enumeration(logits, ref, old if off else logits, kl_estimator=estimator, kl_gradient=gradient, kl_ratio_cap=cap)
+        errors.append(((ours - exact).norm() / exact.norm()).item())
+    assert sorted(errors)[5] > 0.1
+
+
+@pytest.mark.parametrize("gradient, fixed_point", [
+    ("reverse", lambda ref, R, beta: (ref * torch.exp(R / beta)) / (ref * torch.exp(R / beta)).sum()),
+    ("as_written", lambda ref, R, beta: None)])
+def test_bandit_settles_elsewhere_than_the_theory_says(gradient, fixed_point):
+    """Stationary policy of a bandit: ref * exp(R / beta) with the reverse gradient; ref / (1 - (R - mean R) / beta) with k3 as written."""
+    ref_logits, R, beta = tables(4, seed=3)[1], torch.tensor([0.0, 0.3, 0.6, 1.0], dtype=torch.float64), 1.5
+    logits = ref_logits.clone().requires_grad_()
+    for _ in range(4000):
+        log_pi = logits.log_softmax(0)
+        pi = log_pi.exp().detach()
+        loss, _ = starter.compute_loss((R - (pi * R).sum())[None], log_pi[None], log_pi[None].detach(), 0.2, ref_logits.log_softmax(0)[None],
+                                       beta, kl_gradient=gradient, kl_ratio_cap=math.inf)
+        grad, = torch.autograd.grad((loss[0] * pi).sum(), logits)
+        logits.data -= 0.5 * grad
+    pi, ref = logits.detach().softmax(0), ref_logits.softmax(0)
+    expected = fixed_point(ref, R, beta)
+    expected = ref / (1 - (R - (pi * R).sum()) / beta) if expected is None else expected
+    torch.testing.assert_close(pi, expected, rtol=0, atol=1e-10)
+
+
+def test_k3_is_negative_or_explodes_near_zero():
+    d = torch.linspace(-1e-3, 1e-3, 2001)
+    assert (starter.compute_kl_divergence(d, torch.zeros(()), "k3") >= 0).all()
+    policy = torch.tensor([[-20.0, -100.0, -30.0]], requires_grad=True)  # the product r * k3 gives 0 and nan here
+    loss, metadata = starter.compute_loss(torch.zeros(1, 1), policy, policy.detach() - math.log(0.7), 0.2, torch.zeros(1, 3), 1.0)
+    loss.sum().backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([[-14.0, -70.0, -21.0]]), rtol=1e-5, atol=0)
+    assert loss.isfinite().all() and all(torch.isfinite(x) for x in metadata.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6., 7., 9. Alignment, log-probs, microbatches
+
+def test_labels_are_shifted_or_the_mask_touches_prompt_and_padding():
+    responses = [Response([5, 6, 7], [8, 1], [-0.5, -0.25], True), Response([5], [], [], False), Response([9, 1], [1], [-2.0], True)]
+    batch = starter.make_batch(responses, torch.tensor([1.0, 2.0, 3.0]), "cpu")
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [9, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[6, 7, 8, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
+    assert batch["response_mask"].int().tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert batch["rollout_log_probs"].tolist() == [[0, 0, -0.5, -0.25], [0, 0, 0, 0], [0, -2.0, 0, 0]]
+    for average, weights in {"grpo": [1 / 6, 1 / 6, 0, 1 / 3], "dapo": [1 / 3, 1 / 3, 0, 1 / 3], "dr_grpo": [1 / 12, 1 / 12, 0, 1 / 12]}.items():
+        found = starter.token_weights(batch["response_mask"], average, 4)
+        assert [found[0, 2], found[0, 3], found[1].sum(), found[2, 1]] == pytest.approx(weights) and found.sum() == pytest.approx(sum(weights))
+
+
+def test_microbatches_lose_a_row_or_exceed_their_budget():
+    mask = torch.zeros(9, 40, dtype=torch.bool)
+    ends = [40, 3, 17, 17, 1, 8, 30, 2, 25]
+    for row, end in enumerate(ends):
+        mask[row, end - 1] = True
+    for budget in (1, 16, 50, 100, 10_000):
+        cuts = starter.cut_microbatches(mask, budget)
+        assert sorted(torch.cat([index for index, _ in cuts]).tolist()) == list(range(9))
+        assert all(len(index) * width <= budget or len(index) == 1 for index, width in cuts)
+        assert [width for _, width in cuts] == sorted((width for _, width in cuts), reverse=True)
+        assert all(width == max(ends[i] for i in index) for index, width in cuts)
+
+
+def test_log_probs_see_padding_or_ignore_the_temperature(policy_and_tokenizer):
+    policy, tokenizer = policy_and_tokenizer
+    rng = random.Random(0)
+    responses = [Response(rng.choices(range(5, 50), k=rng.randint(1, 9)), rng.choices(range(5, 50), k=n), [0.0] * n, True) for n in (1, 12, 5, 8)]
+    batch = starter.make_batch(responses, torch.zeros(4), "cpu")
+    log_probs, entropy = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], 0.8, with_entropy=True)
+    assert log_probs.dtype == torch.float32 and (log_probs[~batch["response_mask"]] == 0).all()
+    for i, r in enumerate(responses):
+        plain = (policy(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1] / 0.8).log_softmax(-1)
+        torch.testing.assert_close(log_probs[i][batch["response_mask"][i]], plain[range(len(r.response_ids)), r.response_ids], rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy[i][batch["response_mask"][i]], -(plain.exp() * plain).sum(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 4, 8])
+def test_gradient_moves_with_the_number_of_microbatches(n_rows):
+    """The same step cut into 8, 4, 2 and 1 pieces, with both clips, the leash and the importance weights active."""
+    for average in ("grpo", "dapo", "dr_grpo"):
+        whole = starter.tiny_step(10_000, average, kl_gradient="reverse", importance_cap=1.5)
+        torch.testing.assert_close(starter.tiny_step(13 * n_rows, average, kl_gradient="reverse", importance_cap=1.5), whole, rtol=0, atol=1e-6)
+
+
+def test_checkpointing_changes_the_gradient_or_the_samples(checkpoint, tmp_path):
+    plain, checkpointed = (starter.main(**settings(checkpoint, tmp_path, gradient_checkpointing=x)) for x in (False, True))
+    a, b = scalars(plain["run_folder"]), scalars(checkpointed["run_folder"])
+    assert a["train/response_length"] == b["train/response_length"]
+    assert [v for _, v in a["train/grad_norm"]] == pytest.approx([v for _, v in b["train/grad_norm"]], rel=1e-3)
+
+
+def test_model_with_a_head_of_its_own_kind_is_scored_wrongly(tmp_path):
+    """A model that scales its logits after the LM head must be refused: the chunked head would not know."""
+    folder = save_checkpoint(tmp_path / "cohere", family="Cohere", logit_scale=0.5)
+    with pytest.raises(InputError, match="changes its logits after the LM head"):
+        starter.init_policy(folder, CPU)
+
+
+MEMORY_PROBE = """
+import starter, torch, threading, time, os, sys
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.set_num_threads(2)
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+                                     num_key_value_heads=4, head_dim=64, tie_word_embeddings=True))
+for p in model.parameters():
+    p.grad = torch.zeros_like(p)
+ids = torch.randint(1000, (8, 513))
+page = os.sysconf("SC_PAGE_SIZE")
+rss = lambda: int(open("/proc/self/statm").read().split()[1]) * page
+base, peak, on = rss(), 0, True
+def watch():
+    global peak
+    while on:
+        peak = max(peak, rss()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+if sys.argv[1] == "chunked":
+    log_probs = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
+else:
+    log_probs = model(ids[:, :-1]).logits.log_softmax(-1).gather(2, ids[:, 1:, None])
+log_probs.sum().backward()
+on = False; thread.join()
+print((peak - base) / 1e9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_log_prob_pass_holds_all_logits():
+    """8 x 512 tokens, hidden 256, vocabulary 151,936: under 1.2 GB above weights and gradients, forward and backward."""
+    run = subprocess.run([sys.executable, "-c", MEMORY_PROBE, "chunked"], cwd=HERE, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 1.2, f"{run.stdout} GB"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+def test_same_seed_gives_other_numbers(checkpoint, tmp_path):
+    runs = [scalars(starter.main(**settings(checkpoint, tmp_path, use_kl_penalty=True, seed=seed))["run_folder"]) for seed in (0, 0, 1)]
+    assert same_numbers(runs[0], runs[1]) and not same_numbers(runs[0], runs[2])
+
+
+def test_leash_at_zero_is_not_plain_grpo(checkpoint, tmp_path):
+    kept = {}
+    for name, changes in {"off": {}, "zero": dict(use_kl_penalty=True, kl_coef=0.0)}.items():
+        with mock.patch.object(starter.copy, "deepcopy", wraps=starter.copy.deepcopy) as copies:
+            result = starter.main(**settings(checkpoint, tmp_path, save_model=True, **changes))
+        assert not any(isinstance(call.args[0], torch.nn.Module) for call in copies.call_args_list), "a reference was held"
+        kept[name] = (result["run_folder"] / "model" / "model.safetensors").read_bytes()
+        assert "train/kl_penalty" not in scalars(result["run_folder"])
+    assert kept["off"] == kept["zero"]
+
+
+def test_reference_moves_with_the_policy(checkpoint, tmp_path):
+    seen = {}
+    real_train = starter.train
+
+    def spy(policy, *args, **kwargs):
+        ref_model = args[-2]
+        seen["before"] = {name: p.clone() for name, p in ref_model.state_dict().items()}
+        seen["ref"], seen["policy"] = ref_model, policy
+        return real_train(policy, *args, **kwargs)
+
+    with mock.patch.object(starter, "train", spy):
+        result = starter.main(**settings(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1))
+    assert all(torch.equal(p, seen["before"][name]) for name, p in seen["ref"].state_dict().items())
+    assert not any(torch.equal(p, seen["before"][name]) for name, p in seen["policy"].named_parameters())
+    kl = [value for _, value in scalars(result["run_folder"])["train/kl_penalty"]]
+    assert kl[0] < 1e-6 < kl[-1] and result["kl_per_token"] > 0
+
+
+def test_several_epochs_use_the_moved_policy_as_its_own_old_one(checkpoint, tmp_path):
+    result = starter.main(**settings(checkpoint, tmp_path, epochs_per_rollout=3, clip_range=0.01, learning_rate=1e-2))
+    clipped = [value for _, value in scalars(result["run_folder"])["train/clip_frac"]]
+    assert all(value > 0 for value in clipped)  # were old log-probs taken anew each epoch, the ratio would be 1 for ever
+
+
+def test_saved_model_is_not_the_trained_one(checkpoint, tmp_path):
+    kept = {}
+    real = starter.measure_kl
+
+    def spy(policy, *args):
+        kept.update({name: p.clone() for name, p in policy.state_dict().items()})
+        return real(policy, *args)
+
+    with mock.patch.object(starter, "measure_kl", spy):
+        result = starter.main(**settings(checkpoint, tmp_path, save_model=True))
+    policy, tokenizer = starter.init_policy(result["run_folder"] / "model", CPU)
+    assert all(torch.equal(p, kept[name]) for name, p in policy.state_dict().items())
+    assert starter.prompt_ids_of([{"prompt": "make 3: 1 2"}], tokenizer)[0][-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
+def test_stale_sampler_goes_unnoticed():
+    batch = {"response_mask": torch.tensor([[True, True, False]]), "old_log_probs": torch.tensor([[-1.0, -2.0, 0.0]]),
+             "rollout_log_probs": torch.tensor([[-1.0, -2.0001, 9.0]])}
+    assert starter.check_log_probs(batch, 5, None, False)["sampler_logprob_diff"] == pytest.approx(5e-5, rel=0.01)
+    batch["rollout_log_probs"] = torch.tensor([[-1.0, -2.01, 0.0]])
+    with pytest.raises(RunStopped, match="step 5: sampler and trainer disagree by 0.005 .*stale"):
+        starter.check_log_probs(batch, 5, None, False)
+    starter.check_log_probs(batch, 5, None, True), starter.check_log_probs(batch, 5, 0.01, True)  # bf16 rounds that much
+    batch["rollout_log_probs"] = torch.tensor([[-1.1, -2.1, 0.0]])
+    with pytest.raises(RunStopped):  # but it must not grow
+        starter.check_log_probs(batch, 5, 0.01, True)
+    batch |= {"rollout_log_probs": batch["old_log_probs"], "ref_log_probs": torch.tensor([[-1.0, -2.001, 0.0]])}
+    with pytest.raises(RunStopped, match="differs from its own copy by 0.001 nats before any update"):
+        starter.check_log_probs(batch, 1, None, False)
+    batch["old_log_probs"] = torch.tensor([[math.nan, 0.0, 0.0]])
+    with pytest.raises(RunStopped, match="disagree by nan"):
+        starter.check_log_probs(batch, 5, 1e-6, False)
+
+
+@pytest.mark.slow
+def test_thirty_steps_do_not_raise_the_reward(tiny_model, tmp_path):
+    result = starter.main(n_train_steps=30, eval_every=0, n_eval_problems=200, out_dir=str(tmp_path), save_model=False, engine="transformers")
+    reward = [value for _, value in scalars(result["run_folder"])["train/reward_mean"]]
+    assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.03
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+@pytest.fixture(scope="session")
+def vllm_engine(checkpoint):
+    return starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+
+
+def perturb(policy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=generator)
+
+
+def difference(policy, tokenizer, responses, temperature=1.0):
+    """Mean |sampler - trainer| log-prob as the loop computes it; RunStopped where the canary stops the run."""
+    batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
+    batch["old_log_probs"] = starter.score_batch(policy, batch, starter.cut_microbatches(batch["response_mask"], 500), temperature, False)
+    return starter.check_log_probs(batch, 1, None, False)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_engines_disagree_with_the_trainer_after_a_sync(vllm_engine, policy_and_tokenizer):
+    policy, tokenizer = policy_and_tokenizer
+    texts = ["make 3: 1 2", "sort 54321", "a", "b" * 70]  # the last is longer than a cache block
+    prompts, eos = starter.prompt_ids_of([{"prompt": p} for p in texts], tokenizer), tokenizer.eos_token_id
+    starter.load_policy_into_vllm_instance(policy, vllm_engine)  # whatever an earlier test left in it
+    for sync in range(4):  # before any change, then after each of three
+        if sync:
+            perturb(policy, sync)
+            starter.load_policy_into_vllm_instance(policy, vllm_engine)
+        for temperature in (1.0, 0.7):
+            for llm in (vllm_engine, None):
+                responses = starter.rollout(policy, llm, prompts, group_size=4, max_new_tokens=20, temperature=temperature, seed=sync, eos_token_id=eos)
+                assert [r.prompt_ids for r in responses] == [p for p in prompts for _ in range(4)]
+                assert all(r.finished == (r.response_ids[-1] == eos) and len(r.log_probs) == len(r.response_ids) for r in responses)
+                assert len({tuple(r.response_ids) for r in responses[:4]}) > 1  # a group is not one response four times
+                assert difference(policy, tokenizer, responses, temperature)["sampler_logprob_diff_max"] < 1e-3
+        greedy = [starter.rollout(policy, llm, prompts, group_size=1, max_new_tokens=20, temperature=0, seed=0, eos_token_id=eos)
+                  for llm in (vllm_engine, None)]
+        assert [r.response_ids for r in greedy[0]] == [r.response_ids for r in greedy[1]]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_missing_sync_goes_unnoticed(vllm_engine, policy_and_tokenizer):
+    policy, tokenizer = policy_and_tokenizer
+    prompts = starter.prompt_ids_of([{"prompt": p} for p in ("make 3: 1 2", "sort 54321")], tokenizer)
+    starter.load_policy_into_vllm_instance(policy, vllm_engine)
+    perturb(policy, 9)
+    responses = starter.rollout(policy, vllm_engine, prompts, group_size=4, max_new_tokens=20, temperature=1.0, seed=0,
+                                eos_token_id=tokenizer.eos_token_id)
+    with pytest.raises(RunStopped, match="stale"):
+        difference(policy, tokenizer, responses)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family, tie", [("Qwen2", True), ("Qwen2", False), ("Qwen3", False)])
+def test_sync_loses_a_tensor_of_other_architectures(tmp_path, family, tie):
+    program = f"""
+import starter, test_starter as t, torch, sys
+from pathlib import Path
+folder = t.save_checkpoint(Path({str(tmp_path)!r}) / "m", tie={tie}, family={family!r})
+policy, tokenizer = starter.init_policy(folder, "cpu")
+llm = starter.init_vllm(folder, 0, 64, 0.3, False)
+prompts = starter.prompt_ids_of([dict(prompt="sort 54321"), dict(prompt="a")], tokenizer)
+for sync in range(3):
+    t.perturb(policy, sync)
+    starter.load_policy_into_vllm_instance(policy, llm)
+    responses = starter.rollout(policy, llm, prompts, group_size=4, max_new_tokens=20, temperature=1.0, seed=0, eos_token_id=tokenizer.eos_token_id)
+    assert t.difference(policy, tokenizer, responses)["sampler_logprob_diff_max"] < 1e-3
+print("all agree")
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert "all agree" in run.stdout, run.stderr[-2000:]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_whole_run_with_vllm_differs_from_transformers(checkpoint, tmp_path):
+    """In a process of its own: the same settings, the other engine; a healthy canary; the saved model loads in vLLM."""
+    program = f"""
+import starter, test_starter as t
+from pathlib import Path
+result = starter.main(**t.settings({str(checkpoint)!r}, {str(tmp_path)!r}, engine="vllm", use_kl_penalty=True, save_model=True, n_train_steps=4))
+run = t.scalars(result["run_folder"])
+assert max(v for _, v in run["train/sampler_logprob_diff_max"]) < 1e-3 and len(run["time/sync"]) == 4, run
+policy, tokenizer = starter.init_policy(result["run_folder"] / "model", "cpu")
+print("finished")
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert "finished" in run.stdout and "engine: vllm (asked for)" in run.stdout, run.stdout[-1000:] + run.stderr[-2000:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad numbers in main()
+
+BAD = [
+    (dict(rollout_batch_size=100, group_size=8), r"rollout_batch_size = 100 is not a multiple of group_size = 8; use 96 or 104"),
+    (dict(group_size=1), r"group_size = 1 must be a whole number of at least 2; use"),
+    (dict(kl_estimator="k4"), r"kl_estimator = 'k4' must be one of 'k1', 'k2', 'k3'"),
+    (dict(kl_coef=-0.1), r"kl_coef = -0.1 must be a number of at least 0"),
+    (dict(kl_coef=math.nan), r"kl_coef = nan must be"),
+    (dict(use_kl_penalty=True, kl_estimator="k1", kl_gradient="as_written"), r"expected gradient of zero .* use kl_gradient = 'reverse', or reproduce_paper"),
+    (dict(loss_average="mean"), r"loss_average = 'mean' must be one of 'grpo', 'dapo', 'dr_grpo'"),
+    (dict(learning_rate="1e-5"), r"learning_rate = '1e-5' must be a number above 0"),
+    (dict(temperature=0), r"temperature = 0 must be a number from 0.01"),
+    (dict(model_id="./nowhere"), r"model_id = './nowhere' is not a folder; give a checkpoint folder"),
+    (dict(model_id=str(HERE)), r"is not a checkpoint: config.json"),
+    (dict(model_id=""), r"model_id = '' must be 'tiny', a checkpoint folder"),
+    (dict(out_dir="/dev/null/runs"), r"out_dir = '/dev/null/runs' cannot be written: /dev/null is not a writable folder"),
+    (dict(task="gsm8k"), r"task = 'gsm8k' needs a JSONL file"),
+    (dict(task="gsm8k", train_file="missing.jsonl"), r"train_file = 'missing.jsonl' is not a file"),
+    (dict(task="chess"), r"task = 'chess' must be one of 'countdown', 'gsm8k'"),
+    (dict(engine="sglang"), r"engine = 'sglang' must be one of 'auto', 'vllm', 'transformers'"),
+    (dict(device="tpu"), r"device = 'tpu' must be 'auto', 'cpu', 'cuda'"),
+    (dict(reward="exact"), r"reward = 'exact' must be a function"),
+    (dict(max_number=2, numbers_per_problem=(2,), n_eval_problems=500), r"only \d+ of \d+ Countdown problems"),
+    (dict(numbers_per_problem=3), r"numbers_per_problem = 3 must be a tuple"),
+    (dict(use_kl_penalty="yes"), r"use_kl_penalty = 'yes' must be True or False"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD, ids=[" ".join(map(str, changes)) for changes, _ in BAD])
+def test_bad_number_is_found_late_or_said_unclearly(checkpoint, tmp_path, changes, message):
+    with mock.patch.object(starter, "init_policy", side_effect=AssertionError("a model was loaded")):
+        with pytest.raises(InputError, match=message) as caught:
+            starter.main(**settings(checkpoint, tmp_path, **changes))
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line, message", [
+    ('{"question": "?", "answer": ', "line 17 is not JSON"), ('{"question": "?"}', "line 17 has no text under 'answer'"), ("[1]", "line 17 has no text")])
+def test_malformed_jsonl_is_not_located(checkpoint, tmp_path, line, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 16 + line + "\n")
+    with mock.patch.object(starter, "init_policy", side_effect=AssertionError("a model was loaded")):
+        with pytest.raises(InputError, match=message):
+            starter.main(**settings(checkpoint, tmp_path, task="gsm8k", train_file=str(path)))
+
+
+def test_prompt_beyond_the_context_is_cut_silently(checkpoint, tmp_path):
+    with pytest.raises(InputError, match="max_new_tokens = 250 after a prompt of .* does not fit into the 256 tokens .*; use 2\\d\\d or fewer"):
+        starter.main(**settings(checkpoint, tmp_path, max_new_tokens=250))
+
+
+def test_user_sees_a_traceback_or_exit_code_zero(checkpoint, tmp_path):
+    program = f"import starter; starter.main(model_id={str(checkpoint)!r}, group_size=7, rollout_batch_size=100, out_dir={str(tmp_path)!r})"
+    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.strip().splitlines() == [
+        "starter.py stopped: rollout_batch_size = 100 is not a multiple of group_size = 7; use 98 or 105"]
+    asked = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, env=os.environ | {"STARTER_TRACEBACK": "1"})
+    assert asked.returncode == 1 and "Traceback" in asked.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shape of the file, and what the README says of it
+
+SOURCE = (HERE / "starter.py").read_text()
+TREE = ast.parse(SOURCE)
+FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
+LOOP = 100  # train() is the loop, under the name that users know; main() holds the numbers
+
+
+def nesting(node, depth=0):
+    inside = isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+    return max([depth + inside, *(nesting(child, depth + inside) for child in ast.iter_child_nodes(node))])
+
+
+def test_file_outgrows_its_budgets():
+    assert SOURCE.count("\n") <= 1000 and max(map(len, SOURCE.splitlines())) <= 120
+    lengths = {f.name: f.end_lineno - f.lineno + 1 for f in FUNCTIONS}
+    assert all(n <= {"main": 190, "train": LOOP}.get(name, 60) for name, n in lengths.items()), lengths
+    assert sorted(lengths.values())[len(lengths) // 2] <= 20
+    assert (HERE / "machine.py").read_text().count("\n") <= 400
+
+
+def test_function_uses_one_defined_below_it_or_a_lower_case_global():
+    top = {node.name: node.lineno for node in TREE.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    modules = {alias.asname or alias.name.split(".")[0] for node in ast.walk(TREE) if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    assigned = {t.id for node in TREE.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    assert all(name.isupper() for name in assigned - modules), assigned
+    for function in TREE.body:
+        if isinstance(function, (ast.FunctionDef, ast.ClassDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Name) and node.id in top and node.id != function.name:
+                    assert top[node.id] < function.lineno, f"{function.name} uses {node.id}, defined below"
+
+
+def test_nesting_or_try_grows():
+    for function in FUNCTIONS:
+        # with timed(...) marks a phase of the loop and is not a branch
+        limit = 5 if function.name == "train" else 4
+        assert nesting(function) <= limit, (function.name, nesting(function))
+    tries = [node for node in ast.walk(TREE) if isinstance(node, ast.Try)]
+    assert {f.name for f in FUNCTIONS for t in tries if f.lineno < t.lineno < f.end_lineno} == {"arithmetic", "checked_reward"}
+
+
+def test_something_from_outside_is_executed():
+    for path in HERE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                assert not (isinstance(node.func, ast.Name) and name in ("eval", "exec", "compile")), (path.name, node.lineno)
+                assert name not in ("loads", "load") or getattr(getattr(node.func, "value", None), "id", "") not in ("pickle", "torch"), path.name
+                assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (path.name, node.lineno)
