@@ -75,7 +75,6 @@ def between(low, high):
 ABOVE_ZERO = "a number above 0", lambda value: is_number(value) and value > 0
 FLAG = "True or False", lambda value: isinstance(value, bool)
 RULES = {  # name: ((requirement, test), value that works)
-    "task": (one_of("countdown", "gsm8k"), "countdown"),
     "engine": (one_of("auto", "vllm", "transformers"), "auto"),
     "device": (("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v))), "auto"),
     "seed": (at_least(0), 0),
@@ -115,9 +114,10 @@ RULES = {  # name: ((requirement, test), value that works)
 }
 
 
-def check_config(config):
+def check_config(config, tasks):
     """Raise InputError for the first value in main() that cannot work. Loads no model; takes milliseconds."""
-    for name, ((requirement, works), example) in RULES.items():
+    rules = {"task": (one_of(*tasks), "countdown")} | RULES
+    for name, ((requirement, works), example) in rules.items():
         if not works(config[name]):
             raise InputError(f"{name} = {config[name]!r} must be {requirement}; use for example {example!r}")
     size, group = config["rollout_batch_size"], config["group_size"]
@@ -132,8 +132,6 @@ def check_config(config):
     if not (isinstance(numbers, (tuple, list)) and numbers and all(is_int(n) and 2 <= n <= 6 for n in numbers)):
         raise InputError(f"numbers_per_problem = {numbers!r} must be a tuple of whole numbers from 2 to 6; "
                          "use for example (3, 4)")
-    if config["task"] == "gsm8k" and not config["train_file"]:
-        raise InputError("task = 'gsm8k' needs a JSONL file; use for example train_file = 'gsm8k/train.jsonl'")
     for name in ("train_file", "eval_file"):
         if config[name] is not None and not Path(config[name]).is_file():
             raise InputError(f"{name} = {str(config[name])!r} is not a file; give the path of a JSONL file")

@@ -78,17 +78,25 @@ def read_gsm8k(path):
              "answer": row["answer"].rpartition("####")[2].strip()} for row in rows]
 
 
-def make_problems(c):
-    """-> (train, held-out). GSM8K without an eval_file: a fixed quarter of the train file is held out."""
-    if c.task == "countdown":
-        make = partial(make_countdown, numbers_per_problem=c.numbers_per_problem, max_number=c.max_number,
-                       max_target=c.max_target, seed=c.seed, template=c.countdown_prompt)
-        return make(c.n_train_problems, held_out=False), make(c.n_eval_problems, held_out=True)
+def countdown_problems(c):
+    """-> (train, held-out)."""
+    make = partial(make_countdown, numbers_per_problem=c.numbers_per_problem, max_number=c.max_number,
+                   max_target=c.max_target, seed=c.seed, template=c.countdown_prompt)
+    return make(c.n_train_problems, held_out=False), make(c.n_eval_problems, held_out=True)
+
+
+def gsm8k_problems(c):
+    """-> (train, held-out). Without an eval_file a fixed quarter of the train file is held out."""
+    if not c.train_file:
+        raise InputError("task = 'gsm8k' needs a JSONL file; use for example train_file = 'gsm8k/train.jsonl'")
     problems = read_gsm8k(c.train_file)
     if c.eval_file:
         return problems, read_gsm8k(c.eval_file)[:c.n_eval_problems]
     parts = {part: [p for p in problems if is_held_out(p["prompt"]) == part] for part in (False, True)}
     return parts[False], parts[True][:c.n_eval_problems]
+
+
+TASKS = {"countdown": countdown_problems, "gsm8k": gsm8k_problems}  # name: configuration -> (train, held-out)
 
 
 def problems_of_step(problems, step, n, seed):
@@ -758,11 +766,11 @@ def main(
     config = dict(locals())
     column = 0 if model_id == "tiny" or (model_id is None and not torch.cuda.is_available()) else 1
     config |= {name: values[column] for name, values in DEFAULTS.items() if config[name] is None}
-    machine.check_config(config)
+    machine.check_config(config, TASKS)
     c = SimpleNamespace(**config)
     c.device, c.bf16, use_vllm, hardware_line = machine.choose_hardware(c)
     kl_line = check_kl(c)
-    problems, eval_problems = make_problems(c)
+    problems, eval_problems = TASKS[c.task](c)
     c.n_eval_problems = len(eval_problems)
     checked_reward(c.reward, "<answer>1</answer>", problems[0])
     model_folder = machine.find_model(c.model_id)

@@ -95,6 +95,20 @@ def same_numbers(a, b):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The quick tests of starter.py itself
+
+globals().update({name: value for name, value in vars(starter).items() if name.startswith("test_") and name != "test_functions"})
+
+
+def test_quick_tests_pass_over_a_failure(capsys):
+    starter.test_functions()
+    printed = capsys.readouterr().out
+    assert printed.count("\u2705") == sum(name.startswith("test_") for name in vars(starter)) - 1 and "All Tests Passed" in printed
+    with mock.patch.object(starter, "masked_mean", lambda tensor, mask, dim=None: tensor.mean()), pytest.raises(AssertionError):
+        starter.test_functions()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # 1. Problems
 
 def test_countdown_problem_has_no_solution_or_is_both_trained_and_held_out():
@@ -107,8 +121,8 @@ def test_countdown_problem_has_no_solution_or_is_both_trained_and_held_out():
 
 
 def test_endless_search_when_too_few_problems_exist():
-    with pytest.raises(InputError, match="only .* of 400 Countdown problems .* max_number = 2 .*use larger numbers"):
-        starter.make_countdown(400, (2,), 2, 10, True, 0)
+    with pytest.raises(InputError, match="only .* of 40 Countdown problems .* max_number = 2 .*use larger numbers"):
+        starter.make_countdown(40, (2,), 2, 10, True, 0)
 
 
 def test_gsm8k_answers_are_misread(tmp_path):
@@ -370,17 +384,17 @@ def test_bandit_settles_elsewhere_than_the_theory_says(gradient, fixed_point):
     """Stationary policy of a bandit: ref * exp(R / beta) with the reverse gradient; ref / (1 - (R - mean R) / beta) with k3 as written."""
     ref_logits, R, beta = tables(4, seed=3)[1], torch.tensor([0.0, 0.3, 0.6, 1.0], dtype=torch.float64), 1.5
     logits = ref_logits.clone().requires_grad_()
-    for _ in range(4000):
+    for _ in range(1500):
         log_pi = logits.log_softmax(0)
         pi = log_pi.exp().detach()
         loss, _ = starter.compute_loss((R - (pi * R).sum())[None], log_pi[None], log_pi[None].detach(), 0.2, ref_logits.log_softmax(0)[None],
                                        beta, kl_gradient=gradient, kl_ratio_cap=math.inf)
         grad, = torch.autograd.grad((loss[0] * pi).sum(), logits)
-        logits.data -= 0.5 * grad
+        logits.data -= 2.0 * grad
     pi, ref = logits.detach().softmax(0), ref_logits.softmax(0)
     expected = fixed_point(ref, R, beta)
     expected = ref / (1 - (R - (pi * R).sum()) / beta) if expected is None else expected
-    torch.testing.assert_close(pi, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(pi, expected, rtol=0, atol=1e-8)
 
 
 def test_k3_is_negative_or_explodes_near_zero():
