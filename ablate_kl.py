@@ -1,0 +1,104 @@
+"""ablate_kl.py: main() over KL settings and seeds -> results/*.csv, and from these the tables of README_KL.md.
+
+    python ablate_kl.py               the runs that are missing from results/kl_ablation.csv (a killed sweep goes on)
+    python ablate_kl.py --tables      writes the tables into README_KL.md, from results/ alone
+"""
+import csv
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import starter
+
+HERE = Path(__file__).parent
+CSV = HERE / "results" / "kl_ablation.csv"
+README = HERE / "README_KL.md"
+SEEDS = (0, 1, 2)
+OFF = dict(use_kl_penalty=False)
+GRID = [OFF, *(dict(use_kl_penalty=True, kl_coef=kl_coef) for kl_coef in (0.01, 0.03, 0.1, 0.3))]
+
+
+def key_of(changes, seed):
+    return json.dumps(changes | {"seed": seed}, sort_keys=True)
+
+
+def read_rows():
+    """-> rows of the csv, oldest first."""
+    if not CSV.is_file():
+        return []
+    with open(CSV, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_one(changes, seed):
+    """One training run -> its row."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    start = time.perf_counter()
+    result = starter.main(seed=seed, save_model=False, **changes)
+    minutes = (time.perf_counter() - start) / 60
+    row = {"run": key_of(changes, seed), "commit": commit, "seed": seed, "use_kl_penalty": changes["use_kl_penalty"],
+           "kl_coef": changes.get("kl_coef", 0.0), "minutes": round(minutes, 2), "kl_per_token": round(result["kl_per_token"], 4),
+           "kl_per_sequence": round(result["kl_per_sequence"], 3), "tokens_per_s": round(result["tokens_per_s"])}
+    for moment in ("before", "after"):
+        row |= {f"{name}_{moment}": round(value, 4) for name, value in result[moment].items()}
+    return row
+
+
+def append_row(row):
+    rows = read_rows()
+    if rows and set(rows[0]) != set(row):
+        sys.exit(f"{CSV} has other columns than this version writes; move it away")
+    CSV.parent.mkdir(exist_ok=True)
+    with open(CSV, "a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0] if rows else row))
+        if not rows:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+def spread(values):
+    """-> "mean (smallest to largest)" in per cent."""
+    values = [100 * float(value) for value in values]
+    return f"{sum(values) / len(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def coefficient_table(rows):
+    """One line a setting, mean and range over seeds, in per cent."""
+    skills = [name[len("retention_"):-len("_after")] for name in rows[0] if re.fullmatch(r"retention_\w+_after", name)]
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["use_kl_penalty"] == "True", float(row["kl_coef"])), []).append(row)
+    lines = ["| kl_coef | solved | " + " | ".join(skills) + " | KL per token | KL per response | minutes |",
+             "|---|---|" + "---|" * (len(skills) + 3)]
+    lines.append("| before training | " + " | ".join([spread(r["solved_before"] for r in rows)]
+                                                     + [spread(r[f"retention_{s}_before"] for r in rows) for s in skills]) + " | 0 | 0 | |")
+    for (leash, kl_coef), group in sorted(groups.items()):
+        mean = lambda name: sum(float(r[name]) for r in group) / len(group)
+        cells = [f"{kl_coef:g}" if leash else "off", spread(r["solved_after"] for r in group),
+                 *(spread(r[f"retention_{s}_after"] for r in group) for s in skills),
+                 f"{mean('kl_per_token'):.3f}", f"{mean('kl_per_sequence'):.2f}", f"{mean('minutes'):.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"Per cent, mean (range) over seeds {', '.join(sorted({r['seed'] for r in rows}))}."])
+
+
+def with_tables(text):
+    """README text -> the same with each <!-- table: name --> ... <!-- end --> filled in from results/."""
+    tables = {"coefficients": coefficient_table(read_rows())}
+    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda m: m[1] + tables[m[2]] + "\n" + m[3], text, flags=re.S)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--tables"]:
+        README.write_text(with_tables(README.read_text()))
+    elif sys.argv[1:]:
+        sys.exit("usage: python ablate_kl.py [--tables]")
+    else:
+        for seed in SEEDS:
+            for changes in GRID:
+                if key_of(changes, seed) not in {row["run"] for row in read_rows()}:
+                    append_row(run_one(changes, seed))
