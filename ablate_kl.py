@@ -1,7 +1,8 @@
 """ablate_kl.py: main() over KL settings and seeds -> results/*.csv, and from these the tables of README_KL.md.
 
     python ablate_kl.py               the runs that are missing from results/kl_ablation.csv (a killed sweep goes on)
-    python ablate_kl.py --tables      writes the tables into README_KL.md, from results/ alone
+    python ablate_kl.py --console     the README's two runs, leash off and on, as a user sees them -> results/console_*.txt
+    python ablate_kl.py --tables      writes tables and outputs into README_KL.md, from results/ alone
 """
 import csv
 import json
@@ -18,6 +19,7 @@ CSV = HERE / "results" / "kl_ablation.csv"
 README = HERE / "README_KL.md"
 SEEDS = (0, 1, 2)
 OFF = dict(use_kl_penalty=False)
+ON = dict(use_kl_penalty=True, kl_coef=0.1)  # what the README recommends for the built-in model
 GRID = [OFF, *(dict(use_kl_penalty=True, kl_coef=kl_coef) for kl_coef in (0.01, 0.03, 0.1, 0.3))]
 
 
@@ -86,17 +88,36 @@ def coefficient_table(rows):
     return "\n".join([*lines, "", f"Per cent, mean (range) over seeds {', '.join(sorted({r['seed'] for r in rows}))}."])
 
 
+def write_consoles():
+    """Runs the README's first command, without and with its one edit, each in a process of its own."""
+    for name, changes in (("off", OFF), ("on", ON)):
+        program = f"import starter; starter.test_functions(); starter.main(**{changes!r})"
+        text = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True).stdout
+        (HERE / "results" / f"console_{name}.txt").write_text(text)
+
+
+def console(name):
+    """-> a run's output: its beginning (leash off), and its last evaluation and report."""
+    lines = (HERE / "results" / f"console_{name}.txt").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("Step 4 "))
+    last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
+    return "\n".join(["```text", *(lines[:first] + ["..."] if name == "off" else []), *lines[last:], "```"])
+
+
 def with_tables(text):
-    """README text -> the same with each <!-- table: name --> ... <!-- end --> filled in from results/."""
-    tables = {"coefficients": coefficient_table(read_rows())}
-    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda m: m[1] + tables[m[2]] + "\n" + m[3], text, flags=re.S)
+    """README text -> the same with each <!-- table: name --> or <!-- console: name --> ... <!-- end --> made from results/."""
+    make = {"table": lambda name: {"coefficients": coefficient_table}[name](read_rows()), "console": console}
+    return re.sub(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)",
+                  lambda m: m[1] + make[m[2]](m[3]) + "\n" + m[4], text, flags=re.S)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--tables"]:
         README.write_text(with_tables(README.read_text()))
+    elif sys.argv[1:] == ["--console"]:
+        write_consoles()
     elif sys.argv[1:]:
-        sys.exit("usage: python ablate_kl.py [--tables]")
+        sys.exit("usage: python ablate_kl.py [--console | --tables]")
     else:
         for seed in SEEDS:
             for changes in GRID:

@@ -5,12 +5,14 @@
 """
 import ast
 import importlib.util
+import inspect
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -801,6 +803,50 @@ def test_something_from_outside_is_executed():
                 assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (path.name, node.lineno)
 
 
+README = (HERE / "README_KL.md").read_text()
+
+
+def test_tag_is_logged_but_not_explained_or_explained_but_not_logged(checkpoint, tmp_path):
+    """With the leash on; the sync of vLLM, which the transformers engine does not need, is added by name."""
+    folder = tmp_path / "with_skills"
+    shutil.copytree(checkpoint, folder)
+    (folder / "retention.jsonl").write_text('{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n')
+    logged = set(scalars(starter.main(**settings(folder, tmp_path, use_kl_penalty=True))["run_folder"])) | {"time/sync"}
+    explained = re.findall(r"^\| `((?:train|eval|time|mem|adaptive_kl)/[\w*]+)` \|", README, flags=re.M)
+    assert sorted(explained) == sorted(set(explained))
+    assert {re.sub("retention_.*", "retention_*", tag) for tag in logged} == set(explained)
+
+
+def test_readme_shows_other_numbers_than_the_results():
+    import ablate_kl
+    assert ablate_kl.with_tables(README) == README
+
+
+def test_readme_names_a_setting_that_does_not_exist():
+    ours = re.findall(r"^\| (`[^|]*) \|", README.partition("If you know TRL")[2].partition("\n## ")[0], flags=re.M)
+    names = {name for cell in ours for name in re.findall(r"`(\w+)(?: = [^`]*)?`", cell) if "/" not in cell}
+    assert len(names) > 8 and not names - set(inspect.signature(starter.main).parameters) - {"grpo", "dapo", "dr_grpo"}
+
+
+def test_readmes_third_task_does_not_run(checkpoint, tmp_path):
+    """The README's lines, put where it says, in a copy of starter.py."""
+    block, = re.findall(r"```python\n(def sums_problems.*?)```", README, flags=re.S)
+    assert block.strip().count("\n") < 14
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    end = "\n\ndef problems_of_step"
+    (tmp_path / "starter.py").write_text(SOURCE.replace(end, "\n\n" + block + end))
+    changes = settings(str(checkpoint), tmp_path, task="sums", max_new_tokens=4, n_train_steps=2)
+    changes.pop("reward")
+    program = f"import starter; starter.main(reward=lambda text, problem: len(text) / 10, **{changes})"
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0 and "sums, 20 held-out problems" in run.stdout, run.stderr
+
+
+def test_newcomer_reads_for_long_before_the_first_command():
+    assert len(re.sub(r"^#.*$", "", README.partition("```bash")[0], flags=re.M).split()) <= 120
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Planted faults: `python test_starter.py --mutants` puts each into a copy of starter.py and expects the fast tier to fail
 
@@ -867,7 +913,6 @@ MUTANTS = [  # what stands there, what the fault makes of it
 
 def survives(fault):
     """-> None when the fast tier catches this fault, else a line about it."""
-    import shutil
     import tempfile
     before, after = fault
     if SOURCE.count(before) != 1:
