@@ -1,7 +1,7 @@
 """ablate_kl.py: main() over KL settings and seeds -> results/*.csv, and from these the tables of README_KL.md.
 
     python ablate_kl.py               the runs that are missing from results/kl_ablation.csv (a killed sweep goes on)
-    python ablate_kl.py --console     the README's two runs, leash off and on, as a user sees them -> results/console_*.txt
+    python ablate_kl.py --console     the README's runs, leash off and on, as a user sees them -> results/console_*.txt
     python ablate_kl.py --tables      writes tables and outputs into README_KL.md, from results/ alone
 """
 import csv
@@ -37,13 +37,14 @@ def read_rows():
 
 def run_one(changes, seed):
     """One training run -> its row."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
     start = time.perf_counter()
     result = starter.main(seed=seed, save_model=False, **changes)
     minutes = (time.perf_counter() - start) / 60
     row = {"run": key_of(changes, seed), "commit": commit, "seed": seed, "use_kl_penalty": changes["use_kl_penalty"],
-           "kl_coef": changes.get("kl_coef", 0.0), "minutes": round(minutes, 2), "kl_per_token": round(result["kl_per_token"], 4),
-           "kl_per_sequence": round(result["kl_per_sequence"], 3), "tokens_per_s": round(result["tokens_per_s"])}
+           "kl_coef": changes.get("kl_coef", 0.0), "minutes": round(minutes, 2),
+           "kl_per_token": round(result["kl_per_token"], 4), "kl_per_sequence": round(result["kl_per_sequence"], 3), "tokens_per_s": round(result["tokens_per_s"])}
     for moment in ("before", "after"):
         row |= {f"{name}_{moment}": round(value, 4) for name, value in result[moment].items()}
     return row
@@ -77,8 +78,8 @@ def coefficient_table(rows):
         groups.setdefault((row["use_kl_penalty"] == "True", float(row["kl_coef"])), []).append(row)
     lines = ["| kl_coef | solved | " + " | ".join(skills) + " | KL per token | KL per response | minutes |",
              "|---|---|" + "---|" * (len(skills) + 3)]
-    lines.append("| before training | " + " | ".join([spread(r["solved_before"] for r in rows)]
-                                                     + [spread(r[f"retention_{s}_before"] for r in rows) for s in skills]) + " | 0 | 0 | |")
+    before = [spread(r[name] for r in rows) for name in ("solved_before", *(f"retention_{s}_before" for s in skills))]
+    lines.append("| before training | " + " | ".join(before) + " | 0 | 0 | |")
     for (leash, kl_coef), group in sorted(groups.items()):
         mean = lambda name: sum(float(r[name]) for r in group) / len(group)
         cells = [f"{kl_coef:g}" if leash else "off", spread(r["solved_after"] for r in group),
@@ -92,8 +93,8 @@ def write_consoles():
     """Runs the README's first command, without and with its one edit, each in a process of its own."""
     for name, changes in (("off", OFF), ("on", ON)):
         program = f"import starter; starter.test_functions(); starter.main(**{changes!r})"
-        text = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True).stdout
-        (HERE / "results" / f"console_{name}.txt").write_text(text)
+        run = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+        (HERE / "results" / f"console_{name}.txt").write_text(run.stdout)
 
 
 def console(name):
@@ -105,7 +106,7 @@ def console(name):
 
 
 def with_tables(text):
-    """README text -> the same with each <!-- table: name --> or <!-- console: name --> ... <!-- end --> made from results/."""
+    """README text -> the same with each <!-- table: NAME --> and <!-- console: NAME --> block made from results/."""
     make = {"table": lambda name: {"coefficients": coefficient_table}[name](read_rows()), "console": console}
     return re.sub(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)",
                   lambda m: m[1] + make[m[2]](m[3]) + "\n" + m[4], text, flags=re.S)

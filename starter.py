@@ -714,8 +714,8 @@ DEFAULTS = {  # what differs:   the built-in model on a CPU,   a downloaded mode
     "max_new_tokens":            (16,                            256),
     "learning_rate":             (5e-4,                          7e-6),
     "max_tokens_per_microbatch": (16_384,                        16_384),
-    "numbers_per_problem":       ((3,),                          (3, 4)),
-    "max_number":                (9,                             99),
+    "numbers_per_problem":       ((2,),                          (3, 4)),
+    "max_number":                (50,                            99),
     "countdown_prompt":          ("make {target}: {numbers}",    COUNTDOWN_PROMPT),
 }
 
