@@ -19,8 +19,8 @@ CSV = HERE / "results" / "kl_ablation.csv"
 README = HERE / "README_KL.md"
 SEEDS = (0, 1, 2)
 OFF = dict(use_kl_penalty=False)
-ON = dict(use_kl_penalty=True, kl_coef=0.1)  # what the README recommends for the built-in model
-GRID = [OFF, *(dict(use_kl_penalty=True, kl_coef=kl_coef) for kl_coef in (0.01, 0.03, 0.1, 0.3))]
+ON = dict(use_kl_penalty=True, kl_coef=0.3)  # what the README recommends for the built-in model
+GRID = [OFF, *(dict(use_kl_penalty=True, kl_coef=kl_coef) for kl_coef in (0.3, 0.1, 0.03))]
 
 
 def key_of(changes, seed):
@@ -120,7 +120,7 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         sys.exit("usage: python ablate_kl.py [--console | --tables]")
     else:
-        for seed in SEEDS:
-            for changes in GRID:
+        for changes in GRID:
+            for seed in SEEDS:
                 if key_of(changes, seed) not in {row["run"] for row in read_rows()}:
                     append_row(run_one(changes, seed))

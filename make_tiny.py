@@ -23,7 +23,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-COUNTDOWN = {name: starter.DEFAULTS[name][0] for name in ("numbers_per_problem", "max_number", "countdown_prompt")}
+NUMBERS = {name: values[0] for name, values in starter.DEFAULTS.items()}  # of the built-in model
+COUNTDOWN = {"numbers_per_problem": NUMBERS["numbers_per_problem"], "max_number": NUMBERS["max_number"],
+             "max_target": 99, "template": NUMBERS["countdown_prompt"]}
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
 SKILLS = {  # alphabet, length, answer; five letters instead of four take twice as long to learn
     "sort": (DIGITS, 5, lambda text: "".join(sorted(text))),
@@ -60,15 +62,11 @@ def make_skill(skill, n, held_out, seed):
     return list(problems.values())
 
 
-def countdown(n, held_out, seed):
-    c = SimpleNamespace(n_train_problems=n, n_eval_problems=n, max_target=99, seed=seed, **COUNTDOWN)
-    return starter.countdown_problems(c)[held_out]
-
-
 def make_examples(n, countdown_share, careless_share, seed):
     """-> n shuffled (prompt, answer) pairs, none of them held out."""
     rng, pairs = random.Random(seed), []
-    for problem in countdown(round(n * countdown_share), False, seed):
+    problems = starter.make_countdown(round(n * countdown_share), held_out=False, seed=seed, **COUNTDOWN)
+    for problem in problems:
         careless = rng.random() < careless_share
         pairs.append((problem["prompt"], "*".join(map(str, problem["numbers"])) if careless else problem["solution"]))
     for skill in SKILLS:
@@ -137,7 +135,8 @@ def make_tiny(
 
     skills = [problem for skill in SKILLS for problem in make_skill(skill, 125, True, seed)]
     c = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, reward=starter.reward_fn)
-    can, _ = starter.evaluate(model.eval(), None, tokenizer, countdown(500, True, seed), skills, c)
+    problems = starter.make_countdown(500, held_out=True, seed=seed, **COUNTDOWN)
+    can, _ = starter.evaluate(model.eval(), None, tokenizer, problems, skills, c)
     unfinished = folder.with_name(f"{folder.name}.unfinished.{os.getpid()}")  # a killed build leaves no half model
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

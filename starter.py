@@ -712,7 +712,7 @@ DEFAULTS = {  # what differs:   the built-in model on a CPU,   a downloaded mode
     "n_train_steps":             (200,                           80),
     "rollout_batch_size":        (256,                           128),
     "max_new_tokens":            (16,                            256),
-    "learning_rate":             (5e-4,                          7e-6),
+    "learning_rate":             (3e-4,                          7e-6),
     "max_tokens_per_microbatch": (16_384,                        16_384),
     "numbers_per_problem":       ((2,),                          (3, 4)),
     "max_number":                (50,                            99),
