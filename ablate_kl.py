@@ -1,6 +1,7 @@
 """ablate_kl.py: main() over KL settings and seeds -> results/*.csv, and from these the tables of README_KL.md.
 
     python ablate_kl.py               the runs that are missing from results/kl_ablation.csv (a killed sweep goes on)
+    python ablate_kl.py --vllm        the same without the leash, sampled by vLLM (needs it installed)
     python ablate_kl.py --console     the README's runs, leash off and on, as a user sees them -> results/console_*.txt
     python ablate_kl.py --tables      writes tables and outputs into README_KL.md, from results/ alone
 """
@@ -44,7 +45,8 @@ def run_one(changes, seed):
     minutes = (time.perf_counter() - start) / 60
     row = {"run": key_of(changes, seed), "commit": commit, "seed": seed, "use_kl_penalty": changes["use_kl_penalty"],
            "kl_coef": changes.get("kl_coef", 0.0), "minutes": round(minutes, 2),
-           "kl_per_token": round(result["kl_per_token"], 4), "kl_per_sequence": round(result["kl_per_sequence"], 3), "tokens_per_s": round(result["tokens_per_s"])}
+           "kl_per_token": round(result["kl_per_token"], 4), "kl_per_sequence": round(result["kl_per_sequence"], 3),
+           "tokens_per_s": round(result["tokens_per_s"])}
     for moment in ("before", "after"):
         row |= {f"{name}_{moment}": round(value, 4) for name, value in result[moment].items()}
     return row
@@ -62,6 +64,14 @@ def append_row(row):
         writer.writerow(row)
 
 
+def fill(grid):
+    """Runs what the csv does not hold yet; each row is written as soon as it is there."""
+    for changes in grid:
+        for seed in SEEDS:
+            if key_of(changes, seed) not in {row["run"] for row in read_rows()}:
+                append_row(run_one(changes, seed))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 def spread(values):
@@ -70,10 +80,29 @@ def spread(values):
     return f"{sum(values) / len(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
 
+def skills_of(rows):
+    return [name[len("retention_"):-len("_after")] for name in rows[0] if re.fullmatch(r"retention_\w+_after", name)]
+
+
+def engine_of(row):
+    return json.loads(row["run"]).get("engine", "transformers")
+
+
+def engine_table(rows):
+    """Solved after training, leash off, seed by seed, with either engine."""
+    rows = [row for row in rows if row["use_kl_penalty"] == "False"]
+    seeds = sorted({row["seed"] for row in rows if engine_of(row) == "vllm"})
+    lines = ["| engine | " + " | ".join(f"solved, seed {seed}" for seed in seeds) + " |", "|---|" + "---|" * len(seeds)]
+    for engine in ("transformers", "vllm"):
+        solved = {row["seed"]: f"{100 * float(row['solved_after']):.1f}" for row in rows if engine_of(row) == engine}
+        lines.append(f"| {engine} | " + " | ".join(solved[seed] for seed in seeds) + " |")
+    return "\n".join(lines)
+
+
 def coefficient_table(rows):
     """One line a setting, mean and range over seeds, in per cent."""
-    skills = [name[len("retention_"):-len("_after")] for name in rows[0] if re.fullmatch(r"retention_\w+_after", name)]
-    groups = {}
+    rows = [row for row in rows if engine_of(row) == "transformers"]
+    skills, groups = skills_of(rows), {}
     for row in rows:
         groups.setdefault((row["use_kl_penalty"] == "True", float(row["kl_coef"])), []).append(row)
     lines = ["| kl_coef | solved | " + " | ".join(skills) + " | KL per token | KL per response | minutes |",
@@ -107,7 +136,8 @@ def console(name):
 
 def with_tables(text):
     """README text -> the same with each <!-- table: NAME --> and <!-- console: NAME --> block made from results/."""
-    make = {"table": lambda name: {"coefficients": coefficient_table}[name](read_rows()), "console": console}
+    tables = {"coefficients": coefficient_table, "engines": engine_table}
+    make = {"table": lambda name: tables[name](read_rows()), "console": console}
     return re.sub(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)",
                   lambda m: m[1] + make[m[2]](m[3]) + "\n" + m[4], text, flags=re.S)
 
@@ -117,10 +147,9 @@ if __name__ == "__main__":
         README.write_text(with_tables(README.read_text()))
     elif sys.argv[1:] == ["--console"]:
         write_consoles()
+    elif sys.argv[1:] == ["--vllm"]:
+        fill([OFF | {"engine": "vllm"}])
     elif sys.argv[1:]:
-        sys.exit("usage: python ablate_kl.py [--console | --tables]")
+        sys.exit("usage: python ablate_kl.py [--vllm | --console | --tables]")
     else:
-        for changes in GRID:
-            for seed in SEEDS:
-                if key_of(changes, seed) not in {row["run"] for row in read_rows()}:
-                    append_row(run_one(changes, seed))
+        fill(GRID)

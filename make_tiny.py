@@ -27,8 +27,8 @@ NUMBERS = {name: values[0] for name, values in starter.DEFAULTS.items()}  # of t
 COUNTDOWN = {"numbers_per_problem": NUMBERS["numbers_per_problem"], "max_number": NUMBERS["max_number"],
              "max_target": 99, "template": NUMBERS["countdown_prompt"]}
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
-SKILLS = {  # alphabet, length, answer; five letters instead of four take twice as long to learn
-    "sort": (DIGITS, 5, lambda text: "".join(sorted(text))),
+SKILLS = {  # alphabet, length, answer; a fifth character takes twice as long to learn
+    "sort": (DIGITS, 4, lambda text: "".join(sorted(text))),
     "reverse": (LETTERS, 4, lambda text: text[::-1]),
     "next": (LETTERS, 4, lambda text: "".join(LETTERS[(LETTERS.index(letter) + 1) % 26] for letter in text)),
     "max": (DIGITS, 5, max),

@@ -931,10 +931,13 @@ def survives(fault):
 
 def run_mutants():
     from concurrent.futures import ThreadPoolExecutor
+    survivors = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        lines = [line for line in pool.map(survives, MUTANTS) if line]
-    print("\n".join([*lines, f"{len(MUTANTS) - len(lines)} of {len(MUTANTS)} planted faults caught"]))
-    return 1 if lines else 0
+        for line in filter(None, pool.map(survives, MUTANTS)):
+            survivors += 1
+            print(line, flush=True)
+    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} planted faults caught")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
