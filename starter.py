@@ -713,7 +713,6 @@ DEFAULTS = {  # what differs:   the built-in model on a CPU,   a downloaded mode
     "rollout_batch_size":        (256,                           128),
     "max_new_tokens":            (16,                            256),
     "learning_rate":             (3e-4,                          7e-6),
-    "max_tokens_per_microbatch": (16_384,                        16_384),
     "numbers_per_problem":       ((2,),                          (3, 4)),
     "max_number":                (50,                            99),
     "countdown_prompt":          ("make {target}: {numbers}",    COUNTDOWN_PROMPT),
@@ -753,7 +752,7 @@ def main(
     # update
     learning_rate=None, warmup_steps=10, weight_decay=0.0,  # AdamW on float32 weights
     max_grad_norm=1.0,  # the gradient is scaled down to this norm
-    max_tokens_per_microbatch=None,  # changes memory and speed, never the gradient
+    max_tokens_per_microbatch=16_384,  # changes memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, about a third more time
     bf16=None,  # autocast; None: where the hardware gains from it
     # evaluate, log, save
