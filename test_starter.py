@@ -187,6 +187,11 @@ def test_samples_do_not_follow_the_policys_distribution(policy_and_tokenizer):
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Reward
 
+def test_division_by_zero_has_a_value():
+    assert starter.reward_fn("<answer>7/(5-5)</answer>", {"numbers": [5, 5, 7], "target": 0}) == 0.1
+    assert starter.reward_fn("<answer>7*(5-5)</answer>", {"numbers": [5, 5, 7], "target": 0}) == 1.0
+
+
 def test_hostile_text_raises_or_hangs_the_reward():
     problem, word = {"numbers": [3, 5, 7], "target": 22}, {"answer": "72"}
     hostile = ["(" * 10**6, "9**9**9", "1" * 10**6, "1/0", "0/0", "3*5+7" + "+0" * 10**5, "\0", "\u0663*5+7", "\uff13*5+7", "3e9", "0x3", "3_5",
@@ -858,7 +863,6 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("% 4 == 0", "% 4 != 5"),  # everything is held out
     ("is_held_out(*key) != held_out or", ""),
     ("(x.repeat_interleave(group_size, 0) for x in", "(x.repeat(group_size, *[1] * (x.dim() - 1)) for x in"),
-    ("positions = (mask.cumsum(1) - 1).clamp(min=0)", "positions = torch.arange(longest).expand(len(chunk), -1)"),
     ("logits[:, -1].float() / (temperature or 1)", "logits[:, -1].float()"),
     ("draw(log_probs.exp())", "draw(torch.ones_like(log_probs))"),
     ("end = row.index(eos_token_id) + 1 if", "end = row.index(eos_token_id) if"),
