@@ -905,7 +905,7 @@ def test_chunked_head_differs_from_log_softmax():
 def test_reward_is_fooled():
     problem = {"numbers": [3, 5, 7], "target": 22}
     solved = ["<answer>3*5+7</answer>", "<answer> 7 - -(5 * 3) </answer>.", "<answer>1</answer><answer>3*5+7</answer>"]
-    wrong = [f"<answer>{x}</answer>" for x in ("22", "3*5+7+0", "5+5+5+7", "7**(5-3)", "7/(5-5)+3", "9**9**9", "(" * 300)]
+    wrong = [f"<answer>{x}</answer>" for x in ("22", "3*5+7+0", "5+5+5+7", "7**(5-3)", "7/(5-5)", "9**9**9", "(" * 300)]
     neither = ["", "3*5+7", "<answer>", "</answer><answer>3*5+7", "<answer></answer>"]
     for value, texts in ((1.0, solved), (0.1, wrong), (0.0, neither)):
         assert [reward_fn(text, problem) for text in texts] == [value] * len(texts), (value, texts)

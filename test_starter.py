@@ -4,6 +4,7 @@
     pytest                   everything; tests of vLLM and TRL are skipped, by name, where these are not installed
 """
 import ast
+import fcntl
 import importlib.util
 import inspect
 import itertools
@@ -13,8 +14,10 @@ import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,6 +604,25 @@ def test_thirty_steps_do_not_raise_the_reward(tiny_model, tmp_path):
     assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.03
 
 
+def test_terminal_has_no_progress_bar_or_a_file_is_full_of_bars(checkpoint, tmp_path):
+    changes = settings(str(checkpoint), str(tmp_path))
+    changes.pop("reward")
+    command = [sys.executable, "-c", f"import starter; starter.main(**{changes})"]
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a terminal of no width shows no bar
+    process = subprocess.Popen(command, cwd=HERE, stdout=slave, stderr=subprocess.DEVNULL)
+    os.close(slave)
+    seen = b""
+    try:
+        while part := os.read(master, 4096):
+            seen += part
+    except OSError:  # Linux says so when the other side has closed
+        pass
+    assert process.wait() == 0 and b"/3 [" in seen and b"Step 3 |" in seen
+    piped = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert piped.returncode == 0 and "\r" not in piped.stdout and piped.stdout.count("min left") == 3
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # vLLM
 
@@ -691,11 +713,22 @@ from pathlib import Path
 result = starter.main(**t.settings({str(checkpoint)!r}, {str(tmp_path)!r}, engine="vllm", use_kl_penalty=True, save_model=True, n_train_steps=4))
 run = t.scalars(result["run_folder"])
 assert max(v for _, v in run["train/sampler_logprob_diff_max"]) < 1e-3 and len(run["time/sync"]) == 4, run
-policy, tokenizer = starter.init_policy(result["run_folder"] / "model", "cpu")
-print("finished")
+print("saved in", result["run_folder"] / "model")
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300)
-    assert "finished" in run.stdout and "engine: vllm (asked for)" in run.stdout, run.stdout[-1000:] + run.stderr[-2000:]
+    assert "engine: vllm (asked for)" in run.stdout and "saved in" in run.stdout, run.stdout[-1000:] + run.stderr[-2000:]
+    folder = run.stdout.split()[-1]
+    program = f"""
+import starter, test_starter as t
+policy, tokenizer = starter.init_policy({folder!r}, "cpu")
+llm = starter.init_vllm({folder!r}, 0, 64, 0.3, False)
+prompts = starter.prompt_ids_of([dict(prompt="sort 54321")], tokenizer)
+responses = starter.rollout(policy, llm, prompts, group_size=4, max_new_tokens=20, temperature=1.0, seed=0, eos_token_id=tokenizer.eos_token_id)
+assert t.difference(policy, tokenizer, responses)["sampler_logprob_diff_max"] < 1e-3
+print("the saved model samples in vLLM")
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert "the saved model samples in vLLM" in run.stdout, run.stderr[-2000:]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
