@@ -753,7 +753,7 @@ def main(
     learning_rate=None, warmup_steps=10, weight_decay=0.0,  # AdamW on float32 weights
     max_grad_norm=1.0,  # the gradient is scaled down to this norm
     max_tokens_per_microbatch=16_384,  # changes memory and speed, never the gradient
-    gradient_checkpointing=False,  # True: less memory, about a third more time
+    gradient_checkpointing=False,  # True: less memory, more time
     bf16=None,  # autocast; None: where the hardware gains from it
     # evaluate, log, save
     eval_every=50,  # steps; 0: only before and after
