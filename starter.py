@@ -11,12 +11,13 @@ reference), which k3 as written does not have; the sampler's own log-probs corre
 differently from the trainer. The loss measures nothing: watch the reward.
 """
 import machine  # first: it sets variables that torch and vLLM read when they are imported
-from machine import InputError, RunStopped
+from machine import InputError, RunStopped, init_vllm, load_policy_into_vllm_instance
 
 import ast
 import contextlib
 import copy
 import math
+import operator
 import random
 import re
 import sys
@@ -29,6 +30,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import softplus
 from tqdm import tqdm
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -71,13 +73,6 @@ def make_countdown(n, numbers_per_problem, max_number, max_target, held_out, see
                      f"max_target = {max_target}; use larger numbers or fewer problems")
 
 
-def read_gsm8k(path):
-    """-> problems of a JSONL file with "question" and "answer", where the answer ends in "#### 1,234"."""
-    rows = machine.read_jsonl(path, ("question", "answer"))
-    return [{"prompt": GSM8K_PROMPT.format(question=row["question"]),
-             "answer": row["answer"].rpartition("####")[2].strip()} for row in rows]
-
-
 def countdown_problems(c):
     """-> (train, held-out)."""
     make = partial(make_countdown, numbers_per_problem=c.numbers_per_problem, max_number=c.max_number,
@@ -86,14 +81,19 @@ def countdown_problems(c):
 
 
 def gsm8k_problems(c):
-    """-> (train, held-out). Without an eval_file a fixed quarter of the train file is held out."""
+    """-> (train, held-out) of JSONL files whose answers end in "#### 1,234". No eval_file: a quarter is held out."""
     if not c.train_file:
         raise InputError("task = 'gsm8k' needs a JSONL file; use for example train_file = 'gsm8k/train.jsonl'")
-    problems = read_gsm8k(c.train_file)
-    if c.eval_file:
-        return problems, read_gsm8k(c.eval_file)[:c.n_eval_problems]
-    parts = {part: [p for p in problems if is_held_out(p["prompt"]) == part] for part in (False, True)}
-    return parts[False], parts[True][:c.n_eval_problems]
+
+    def read(path):
+        return [{"prompt": GSM8K_PROMPT.format(question=row["question"]),
+                 "answer": row["answer"].rpartition("####")[2].strip()}
+                for row in machine.read_jsonl(path, ("question", "answer"))]
+
+    problems = read(c.train_file)
+    held_out = read(c.eval_file) if c.eval_file else [p for p in problems if is_held_out(p["prompt"])]
+    problems = problems if c.eval_file else [p for p in problems if not is_held_out(p["prompt"])]
+    return problems, held_out[:c.n_eval_problems]
 
 
 TASKS = {"countdown": countdown_problems, "gsm8k": gsm8k_problems}  # name: configuration -> (train, held-out)
@@ -101,17 +101,13 @@ TASKS = {"countdown": countdown_problems, "gsm8k": gsm8k_problems}  # name: conf
 
 def problems_of_step(problems, step, n, seed):
     """-> the n problems of this step: a walk through a fresh shuffle each epoch, found from the step alone."""
-    chosen, orders = [], {}
-    for position in range(step * n, (step + 1) * n):
-        epoch, index = divmod(position, len(problems))
-        if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed} {epoch}").sample(range(len(problems)), len(problems))
-        chosen.append(problems[orders[epoch][index]])
-    return chosen
+    walk = [divmod(position, len(problems)) for position in range(step * n, (step + 1) * n)]
+    orders = {e: random.Random(f"{seed} {e}").sample(range(len(problems)), len(problems)) for e, _ in walk}
+    return [problems[orders[epoch][index]] for epoch, index in walk]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 2. Models and engines: a checkpoint folder -> policy, tokenizer, vLLM with the same weights
+# 2. Model: a checkpoint folder -> policy, tokenizer; machine.py starts vLLM and hands it the weights
 
 def init_policy(model_id, device):
     """-> policy in float32, tokenizer. float32: in bf16, 84-98 % of the updates at lr 1e-5 to 1e-6 round away."""
@@ -120,29 +116,8 @@ def init_policy(model_id, device):
     tokenizer = AutoTokenizer.from_pretrained(model_id)
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {model_id} has no EOS token, so no response could end; set its eos_token")
-    ids = torch.arange(5, device=device)[None]
-    with torch.no_grad():  # the log-prob pass applies the LM head itself, and nothing after it
-        ours = policy.base_model(ids).last_hidden_state @ policy.get_output_embeddings().weight.T
-        if (ours - policy(ids).logits).abs().max() > 1e-2:
-            raise InputError(f"{model_id} changes its logits after the LM head (bias, scale or cap), which the "
-                             "log-prob pass does not do; use a Qwen, Llama or Mistral model")
+    machine.check_head(policy, model_id)
     return policy, tokenizer
-
-
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
-    """-> vLLM engine in this process. Its log-probs are log_softmax(logits / T), at the sampling temperature T."""
-    from vllm import LLM
-    memory = machine.vllm_memory(model_id, max_model_len, gpu_mem_util, bf16)
-    with machine.random_states_kept():
-        return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", max_model_len=max_model_len,
-                   logprobs_mode="processed_logprobs", max_num_seqs=256, use_tqdm_on_load=False, **memory)
-
-
-def load_policy_into_vllm_instance(policy, llm):
-    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
-    llm.collective_rpc(machine.vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
-    if llm.reset_prefix_cache() is not True:
-        raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,33 +199,30 @@ def rollout(policy, llm, prompts, **settings):
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Reward: response text, problem -> 1.0 solved, 0.1 well-formed <answer> but wrong, 0.0 otherwise
 
-OPERATIONS = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
-              ast.Div: lambda a, b: a / b if b else None}
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def arithmetic(text):
     """-> (value as an exact Fraction, whole numbers used) or None. Digits and + - * / ( ) only; nothing is executed."""
+    used = []
+
+    def value(node):
+        match node:
+            case ast.Constant(value=int(number)):
+                used.append(number)
+                return Fraction(number)
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                return -value(inner)
+            case ast.BinOp(op=op, left=left, right=right):
+                return OPERATIONS[type(op)](value(left), value(right))  # ** and // are not among them
+        raise KeyError(node)
+
     if len(text) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", text) or re.search(r"\d{10}", text):
         return None
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, MemoryError, RecursionError):  # what CPython's parser says of a model's text
+        return value(ast.parse(text.strip(), mode="eval").body), used
+    except (KeyError, ZeroDivisionError, SyntaxError, MemoryError, RecursionError):  # what a model's text can be
         return None
-    used = []
-
-    def value(node, depth=0):
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            used.append(node.value)
-            return Fraction(node.value)
-        if depth < 50 and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            inner = value(node.operand, depth + 1)
-            return None if inner is None else -inner
-        if depth < 50 and isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:  # ** and // are not among them
-            left, right = value(node.left, depth + 1), value(node.right, depth + 1)
-            return None if left is None or right is None else OPERATIONS[type(node.op)](left, right)
-
-    result = value(tree)
-    return None if result is None else (result, used)
 
 
 def last_number(text):
@@ -277,24 +249,11 @@ def reward_fn(response_text, problem):
     return 1.0 if solved else 0.1
 
 
-def checked_reward(reward, text, problem):
-    """-> float. Names the text on which a reward raises or returns something else than one finite number."""
-    try:
-        value = reward(text, problem)
-    except Exception as error:  # the user's own function on a model's text
-        raise InputError(f"reward raised {type(error).__name__}: {error} on the text {text[:200]!r}; it must return "
-                         "one finite number for every text") from error
-    if not (isinstance(value, (int, float)) and math.isfinite(value)):
-        raise InputError(f"reward returned {str(value)[:80]} on the text {text[:200]!r}; it must return one finite "
-                         "number for every text")
-    return float(value)
-
-
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards."""
     group_size = len(responses) // len(problems)
     texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    rewards = [checked_reward(reward, text, problems[i // group_size]) for i, text in enumerate(texts)]
+    rewards = [machine.checked_reward(reward, text, problems[i // group_size]) for i, text in enumerate(texts)]
     return texts, torch.tensor(rewards)
 
 
@@ -346,80 +305,96 @@ def token_weights(response_mask, loss_average, max_new_tokens):
     return mask / (mask.sum().clamp(min=1) if loss_average == "dapo" else len(mask) * max_new_tokens)
 
 
-def cut_microbatches(response_mask, max_tokens):
-    """(B, T) mask -> [(row indices, width)], longest rows first, at most max_tokens padded tokens (or one row) each."""
-    columns = torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device)
-    ends = (response_mask * columns).amax(dim=1).clamp(min=1)  # (B,) column after the last response token
-    order, cuts = ends.argsort(descending=True, stable=True), []
+def cut_microbatches(batch, max_tokens):
+    """-> microbatches, longest rows first, each of at most max_tokens padded tokens, or of one row."""
+    mask, cuts = batch["response_mask"], []
+    ends = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).clamp(min=1)  # (B,)
+    order = ends.argsort(descending=True, stable=True)
     while len(order):
-        width = int(ends[order[0]])
+        width = int(ends[order[0]])  # the column after the last response token of the longest
         n = max(1, max_tokens // width)
-        cuts.append((order[:n], width))
+        cuts.append({name: tensor[order[:n], :width] for name, tensor in batch.items()})
         order = order[n:]
     return cuts
 
 
-def rows_of(batch, cut):
-    """-> one microbatch: these rows, no wider than their longest."""
-    index, width = cut
-    return {name: tensor[index, :width] for name, tensor in batch.items()}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# 7. Log-probs: (B, T) ids -> (B, T) float32 log-probs and entropy of the response tokens; no (B, T, V) in any dtype
+# 7. Log-probs: (B, T) ids -> log-probs of the response tokens and KL over the vocabulary; no (B, T, V) in any dtype
 
 class ChunkedHead(torch.autograd.Function):
-    """(N, H) hidden, (V, H) weight, (N,) labels -> (N,) log-prob of each label, (N,) entropy in nats, for show only.
+    """(N, H) hidden, (V, H) weight, (N,) labels, a reference's hidden and weight or None -> four (N,) tensors in nats:
+    log-prob of the label, exact KL(policy || reference); for show: entropy, the reference's log-prob of the label.
 
-    The LM head and its softmax, a few rows at a time, forward and backward: memory is that of one chunk of logits.
+    LM head and softmax a few rows at a time, forward and backward: memory is that of a few chunks of logits. KL is
+    the sum of p * (log p - log q) over the vocabulary; its slope by a logit is p * (log p - log q - KL).
     """
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature):
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.temperature, ctx.rows = temperature, max(1, (1 << 24) // len(weight))  # 64 MB of float32 logits
-        log_probs, entropy = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            logits = (hidden[part] @ weight.T).div_(temperature)
-            log_z = logits.logsumexp(dim=1)
-            log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_z
-            entropy[part] = log_z - (logits.sub(log_z[:, None]).exp_() * logits).sum(dim=1)
-        ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+    def log_softmax(hidden, weight, temperature):
+        logits = (hidden @ weight.T).div_(temperature)
+        return logits.sub_(logits.logsumexp(dim=1, keepdim=True))  # log_softmax() is less exact over a large vocabulary
 
     @staticmethod
-    def backward(ctx, grad_log_probs, _):
-        hidden, weight, labels = ctx.saved_tensors
+    def forward(ctx, hidden, weight, labels, temperature, ref_hidden, ref_weight, logits_at_once=1 << 24):  # 64 MB
+        ctx.save_for_backward(hidden, weight, labels, ref_hidden, ref_weight)
+        ctx.temperature, ctx.rows = temperature, max(1, logits_at_once // len(weight))
+        label_log_prob, kl, entropy, ref_label_log_prob = (hidden.new_zeros(len(hidden)) for _ in range(4))
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            log_p = ChunkedHead.log_softmax(hidden[part], weight, temperature)  # (rows, V)
+            p, label = log_p.exp(), labels[part, None]
+            label_log_prob[part], entropy[part] = log_p.gather(1, label)[:, 0], -(p * log_p).sum(dim=1)
+            if ref_hidden is not None:
+                log_q = ChunkedHead.log_softmax(ref_hidden[part], ref_weight, temperature)
+                ref_label_log_prob[part] = log_q.gather(1, label)[:, 0]
+                kl[part] = log_p.sub_(log_q).mul_(p).sum(dim=1)
+        ctx.mark_non_differentiable(entropy, ref_label_log_prob)
+        ctx.set_materialize_grads(False)  # None, not zeros, where the loss does not use an output
+        return label_log_prob, kl, entropy, ref_label_log_prob
+
+    @staticmethod
+    def backward(ctx, grad_label, grad_kl, *_):
+        hidden, weight, labels, ref_hidden, ref_weight = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            grad = grad_log_probs[part, None] / ctx.temperature
-            probs = (hidden[part] @ weight.T).div_(ctx.temperature).softmax(dim=1)
-            grad_logits = probs.mul_(-grad).scatter_add_(1, labels[part, None], grad)  # (onehot - p) * grad
-            grad_hidden[part] = grad_logits @ weight
+            log_p = ChunkedHead.log_softmax(hidden[part], weight, ctx.temperature)
+            p, grad = log_p.exp(), torch.zeros_like(log_p)
+            if grad_kl is not None and ref_hidden is not None:
+                d = log_p.sub_(ChunkedHead.log_softmax(ref_hidden[part], ref_weight, ctx.temperature))
+                grad = d.sub_((p * d).sum(dim=1, keepdim=True)).mul_(p).mul_(grad_kl[part, None])
+            if grad_label is not None:
+                upstream = grad_label[part, None]
+                grad = grad.sub_(p.mul_(upstream)).scatter_add_(1, labels[part, None], upstream)  # (onehot - p) * grad
+            grad_hidden[part] = grad.div_(ctx.temperature) @ weight
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.T, hidden[part])
-        return grad_hidden, grad_weight, None, None
+                grad_weight.addmm_(grad.T, hidden[part])
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0, bf16=False,
-                           with_entropy=False):
+def response_hidden(model, input_ids, response_mask, bf16=False):
+    """(B, T) ids -> (N, H) last hidden states where the mask is 1. Padding on the right needs no attention mask."""
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=bf16):
+        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[response_mask]
+    return hidden.to(model.get_output_embeddings().weight.dtype)  # outside autocast: the head works in float32
+
+
+def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0, bf16=False, reference=None,
+                           everything=False):
     """(B, T) input_ids, labels -> (B, T) float32 log p(label | prefix) at this temperature; 0 outside the mask.
 
-    with_entropy=True gives (log_probs, entropy), both (B, T). No attention mask is needed: padding is on the right.
+    everything=True: a dict of log_probs, exact_kl, entropy, ref_log_probs, all (B, T); exact_kl is KL(policy ||
+    reference) at each position, over the whole vocabulary. reference: its (N, H) response_hidden, (V, H) head, or None.
     """
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
-    with torch.autocast(labels.device.type, torch.bfloat16, enabled=bf16):
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]  # (N, H)
-    weight = model.get_output_embeddings().weight
-    both = ChunkedHead.apply(hidden.to(weight.dtype), weight, labels[mask], temperature)  # outside autocast: float32
-    log_probs, entropy = (torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x) for x in both)
-    return (log_probs, entropy) if with_entropy else log_probs
+    weight, hidden = model.get_output_embeddings().weight, response_hidden(model, input_ids, mask, bf16)
+    found = ChunkedHead.apply(hidden, weight, labels[mask], temperature, *(reference or (None, None)))
+    found = [torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x) for x in found]
+    return dict(zip(("log_probs", "exact_kl", "entropy", "ref_log_probs"), found)) if everything else found[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 8. KL and loss: log-probs, advantages -> per-token loss
+# 8. KL and loss: log-probs, advantages -> per-token loss; the coefficient of the next step
 
 def masked_mean(tensor, mask, dim=None):
     """Mean where the mask is 1, over dim or over all; 0 where nothing is. Masked entries may be nan or inf."""
@@ -432,41 +407,70 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """(B, T), (B, T) -> (B, T) float32, nats: KL(policy || reference) estimated at each token that the policy sampled.
 
     With d = log pi - log ref: k1 = d (unbiased, signed), k2 = d^2 / 2 (biased), k3 = exp(-d) - 1 + d (unbiased, >= 0);
-    J. Schulman, "Approximating KL divergence" (2020). These are values; for gradients see compute_loss.
+    J. Schulman, "Approximating KL divergence" (2020). These are values; for gradients see kl_with_gradient.
     """
     dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
     d = policy_log_probs.to(dtype) - ref_log_probs.to(dtype)
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-d) + d  # exp(-d) - 1 + d in float32 is negative on 2 % of the tokens near d = 0
-    raise InputError(f"kl_estimator = {estimator!r} must be 'k1', 'k2' or 'k3'; use 'k3'")
+    if estimator not in ("k1", "k2", "k3"):
+        raise InputError(f"kl_estimator = {estimator!r} must be 'k1', 'k2' or 'k3' for two log-probs; use 'k3'")
+    return {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[estimator]  # exp(-d) - 1 + d can round below 0
 
 
-def check_kl(c):
-    """-> a line to print, or None. Refuses a KL term whose gradient is zero, unless a paper is being reproduced."""
-    if not c.use_kl_penalty or c.kl_gradient == "reverse":
-        return None
-    if c.kl_estimator == "k1" and not c.reproduce_paper:
-        raise InputError("kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected gradient of zero on the "
-                         "policy's own samples, so it holds nothing; use kl_gradient = 'reverse', or "
-                         "reproduce_paper = True to run it all the same")
-    pull = {"k1": "its expected gradient is zero", "k2": "reverse KL in a rollout's first epoch, biased in later ones",
-            "k3": "it pulls with the gradient of forward KL(reference || policy)"}[c.kl_estimator]
-    return f"KL term: {c.kl_estimator} as written; {pull}"
+def kl_with_gradient(policy_log_probs, ref_log_probs, ratio, exact_kl=None, kl_estimator="k3", kl_gradient="reverse",
+                     kl_ratio_cap=2.0, kl_log_ratio_cap=math.inf):
+    """(B, T) log-probs and ratio = pi / old -> (B, T) KL: the value is the estimator's, the gradient kl_gradient's.
+
+    "reverse": r * d * grad log pi, the gradient of KL(policy || reference), on the policy's own samples and on older
+    ones (r is cut at kl_ratio_cap, d at +-kl_log_ratio_cap). "as_written": autograd through the estimator. "exact":
+    exact_kl (B, T), summed over the vocabulary, brings its own.
+    """
+    if kl_estimator == "exact":
+        return exact_kl
+    if kl_gradient == "as_written":
+        return compute_kl_divergence(policy_log_probs, ref_log_probs, kl_estimator)
+    d = (policy_log_probs - ref_log_probs).detach().clamp(-kl_log_ratio_cap, kl_log_ratio_cap)
+    pull = ratio.detach().clamp(max=kl_ratio_cap) * d * policy_log_probs
+    return compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl_estimator) + pull - pull.detach()
+
+
+TERM_RULES = {  # kl (B, T), the responses' lengths n (B, 1) -> what is penalised; its slope scales the gradient of kl
+    "clip": lambda kl, n, c: kl.clamp(max=c.kl_clip_threshold),  # as in print: lets go of what drifted furthest
+    "clip_sound": lambda kl, n, c: kl,  # log-ratios are cut in kl_with_gradient instead: the pull stays
+    "sigmoid": lambda kl, n, c: torch.sigmoid(kl - c.kl_target) * kl,  # as in print: close to a constant 0.5
+    "sigmoid_sound": lambda kl, n, c: c.kl_target / 10 * softplus(10 * kl / c.kl_target - 10),  # slope 0 -> 1 at target
+    "length_normalized": lambda kl, n, c: kl / n,  # as in print: in the reward it makes long responses cheap
+    "length_normalized_sound": lambda kl, n, c: kl / c.max_new_tokens,
+}
+
+
+def sum_to_go(kl, mask):
+    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
+    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
+
+
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, kl_estimator="k1", kl_rule=None,
+                           kl_log_ratio_cap=math.inf):
+    """(B, 1) advantages, (B, T) log-probs at rollout -> (B, T): less kl_coef * KL of this token and all later ones.
+
+    For k1 the policy gradient is then that of the whole sequence's KL, where the loss divides by a constant and no
+    ratio is clipped. With a kl_rule each token pays for the whole response, as in print.
+    """
+    d = (log_probs - ref_log_probs).detach().clamp(-kl_log_ratio_cap, kl_log_ratio_cap)
+    kl = compute_kl_divergence(d, torch.zeros_like(d), kl_estimator)
+    if kl_rule:
+        return advantages - kl_coef * sum_to_go(kl_rule(kl, mask.sum(dim=1, keepdim=True).clamp(min=1)), mask)[:, :1]
+    return advantages - kl_coef * sum_to_go(kl, mask)
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None, kl_coef=0.0, *, mask=None,
-                 clip_range_high=None, importance_weights=None, kl_estimator="k3", kl_gradient="reverse",
-                 kl_ratio_cap=2.0):
+                 clip_range_high=None, importance_weights=None, exact_kl=None, kl_estimator="k3", kl_gradient="reverse",
+                 kl_in="loss", kl_rule=None, kl_ratio_cap=2.0, kl_log_ratio_cap=math.inf):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef * KL, metadata.
 
-    kl_gradient "reverse": the value is the estimator's, the gradient is r * d * grad log pi, that of KL(policy ||
-    reference) for every estimator, on the policy's own samples and on older ones (r = pi / old, cut at kl_ratio_cap).
-    "as_written" differentiates the estimator itself. importance_weights: (B, T) truncated old / sampler probability,
-    on the policy term alone (arXiv:2508.04700). Metadata are means over the mask, log-ratios beyond +-20 shown as 20.
+    kl_in "loss": a token pays for its own KL. "loss_to_go": its score pays for that of later tokens too, which is the
+    gradient of the whole sequence's KL, with "exact" at the lowest variance (Rao-Blackwell). "reward": the advantages
+    hold it already. kl_rule: (kl (B, T), lengths (B, 1)) -> what is penalised. importance_weights: (B, T) truncated old
+    / sampler probability, on the policy term (arXiv:2508.04700). Metadata: means over the mask, log-ratios up to +-20.
     """
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy, old = (torch.where(mask, x, 0.0) for x in (policy_log_probs, old_log_probs))
@@ -475,22 +479,63 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if importance_weights is not None:
         loss = loss * importance_weights
-    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)  # where the gradient is cut
-    metadata = {"ratio_mean": ratio, "clip_frac": too_low | too_high, "clip_frac_low": too_low,
-                "clip_frac_high": too_high}
+    low, high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)  # where the gradient is cut
+    metadata = {"ratio_mean": ratio, "clip_frac": low | high, "clip_frac_low": low, "clip_frac_high": high}
     if ref_log_probs is not None:
-        ref = torch.where(mask, ref_log_probs, 0.0)
+        ref, n = torch.where(mask, ref_log_probs, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
+        kl = kl_with_gradient(policy, ref, ratio, exact_kl, kl_estimator, kl_gradient, kl_ratio_cap, kl_log_ratio_cap)
+        adapted = kl_rule(kl, n) if kl_rule else kl
+        if kl_coef and kl_in != "reward":
+            loss = loss + kl_coef * adapted
+        if kl_coef and kl_in == "loss_to_go":
+            later = (sum_to_go(adapted, mask) - adapted).detach()
+            pull = ratio.detach().clamp(max=kl_ratio_cap) * later * policy
+            loss = loss + kl_coef * (pull - pull.detach())
         d = (policy - ref).detach()
-        shown = d.clamp(-20, 20), torch.zeros_like(d)
-        value = compute_kl_divergence(*shown, kl_estimator)
-        metadata |= {"kl_penalty_mean": value, "kl_per_token": compute_kl_divergence(*shown, "k3"),
-                     "kl_capped_frac": ratio > kl_ratio_cap}
-        if kl_coef and kl_gradient == "as_written":
-            loss = loss + kl_coef * compute_kl_divergence(policy, ref, kl_estimator)
-        elif kl_coef:
-            pull = ratio.detach().clamp(max=kl_ratio_cap) * d * policy
-            loss = loss + kl_coef * (value + pull - pull.detach())
+        shown = {k: compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), k) for k in ("k1", "k2", "k3")}
+        shown["exact"] = shown["k3"] if exact_kl is None else exact_kl
+        metadata |= {"kl_penalty_mean": shown[kl_estimator], "kl_per_token": shown["exact"], "kl_k1": shown["k1"],
+                     "kl_k2": shown["k2"], "kl_k3": shown["k3"], "adaptive_kl/adapted_kl": adapted,
+                     "kl_capped_frac": (ratio > kl_ratio_cap) | (d.abs() > kl_log_ratio_cap)}
     return loss, {name: masked_mean(x.detach().to(loss.dtype), mask) for name, x in metadata.items()}
+
+
+COEFFICIENT_RULES = "target", "target_sound", "dynamic", "dynamic_sound"
+
+
+def next_beta(state, kl, reward, c):
+    """{"beta", "step", "kl", "reward"}, the step's KL in nats per token and its mean reward -> the state after it.
+
+    "target" and "dynamic" as in print: one has no bounds, the other is a ratchet that one lucky batch moves. The sound
+    ones look at moving averages, have bounds and move both ways. A number that is not finite moves nothing.
+    """
+    state = state | {"step": state["step"] + 1}
+    if not (math.isfinite(kl) and math.isfinite(reward)):
+        return state
+    state |= {k: x if state[k] is None else 0.8 * state[k] + 0.2 * x for k, x in (("kl", kl), ("reward", reward))}
+    beta, step = state["beta"], state["step"]
+    if c.coefficient_rule == "target":
+        beta *= 1.5 if kl > 1.5 * c.kl_target else 0.75 if kl < 0.5 * c.kl_target else 1.0
+    elif c.coefficient_rule == "target_sound":  # small steps in log beta: the policy needs some to follow
+        beta *= math.exp(0.1 * max(-1.0, min(1.0, math.log(max(state["kl"], 1e-9) / c.kl_target))))
+        beta = max(0.1 * c.kl_coef, min(10 * c.kl_coef, beta))
+    elif c.coefficient_rule == "dynamic":
+        beta = max(c.beta_min, beta * (c.dynamic_beta_decay if reward > c.reward_threshold else 1.0))
+        beta = c.beta_min if step >= c.beta_schedule_steps else beta
+    elif c.coefficient_rule == "dynamic_sound":  # once in 10 steps, under a ceiling that falls to the floor
+        floor, reached = max(c.beta_min, 0.1 * c.kl_coef), state["reward"] > c.reward_threshold
+        ceiling = c.kl_coef * (floor / c.kl_coef) ** min(1.0, step / c.beta_schedule_steps)
+        beta = max(floor, min(ceiling, beta * c.dynamic_beta_decay ** (0 if step % 10 else 1 if reached else -1)))
+    return state | {"beta": beta}
+
+
+def step_settings(c):
+    """-> keyword arguments of grpo_microbatch_step."""
+    rule = None if c.term_rule == "none" else partial(TERM_RULES[c.term_rule], c=c)
+    cap = c.kl_clip_threshold if c.term_rule == "clip_sound" else math.inf
+    return dict(clip_range=c.clip_range, clip_range_high=c.clip_range_high, importance_cap=c.importance_cap,
+                temperature=c.temperature, bf16=c.bf16, kl_estimator=c.kl_estimator, kl_gradient=c.kl_gradient,
+                kl_in=c.kl_in, kl_ratio_cap=c.kl_ratio_cap, kl_log_ratio_cap=cap, kl_rule=rule)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -498,59 +543,86 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 
 def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, temperature=1.0, importance_cap=2.0,
                          bf16=False, **loss_settings):
-    """Forward, loss, backward of one microbatch -> its share of the step's loss, token means, log-probs (B, T).
+    """Forward, loss, backward of one microbatch -> its share of the step's loss, token means, log-probs by name.
 
-    rows: (B, T) input_ids, labels, response_mask, weights, rollout_log_probs; (B, 1) advantages; old_log_probs and
-    ref_log_probs where they are known. Without old_log_probs the policy has not moved since the rollout: it is its own.
+    rows: (B, T) input_ids, labels, response_mask, weights, rollout_log_probs; (B, 1) advantages; old_log_probs (B, T)
+    and the reference's ref_hidden (N, H) or ref_log_probs (B, T) where they are known. Without old_log_probs the
+    policy has not moved since the rollout: it is its own. What is returned last is what a later epoch needs of them.
     """
-    mask = rows["response_mask"]
-    log_probs_of = partial(get_response_log_probs, input_ids=rows["input_ids"], labels=rows["labels"],
-                           response_mask=mask, temperature=temperature, bf16=bf16)
-    policy_log_probs, entropy = log_probs_of(policy, with_entropy=True)
-    old_log_probs, ref_log_probs = rows.get("old_log_probs", policy_log_probs.detach()), rows.get("ref_log_probs")
-    if ref_log_probs is None and ref_model is not None and kl_coef:
+    mask, ref_hidden, reference = rows["response_mask"], rows.get("ref_hidden"), None
+    if ref_model is not None and (ref_hidden is not None or kl_coef and "ref_log_probs" not in rows):
         with torch.no_grad():
-            ref_log_probs = log_probs_of(ref_model)
+            ref_hidden = response_hidden(ref_model, rows["input_ids"], mask, bf16) if ref_hidden is None else ref_hidden
+        reference = ref_hidden, ref_model.get_output_embeddings().weight
+    found = get_response_log_probs(policy, rows["input_ids"], rows["labels"], mask, temperature, bf16, reference, True)
+    old_log_probs, advantages = rows.get("old_log_probs", found["log_probs"].detach()), rows["advantages"]
+    ref_log_probs = found["ref_log_probs"] if reference else rows.get("ref_log_probs")
+    if loss_settings.get("kl_in") == "reward" and ref_log_probs is not None:
+        mine = {k: loss_settings[k] for k in ("kl_estimator", "kl_rule", "kl_log_ratio_cap") if k in loss_settings}
+        advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs, mask, kl_coef, **mine)
     if importance_cap is not None:  # what the sampler's engine computes differently
         importance = torch.exp(old_log_probs - rows["rollout_log_probs"]).clamp(max=importance_cap)
         loss_settings["importance_weights"] = importance
-    loss, metadata = compute_loss(rows["advantages"], policy_log_probs, old_log_probs, clip_range, ref_log_probs,
-                                  kl_coef, mask=mask, **loss_settings)
+    if reference:
+        loss_settings["exact_kl"] = found["exact_kl"]
+    loss, metadata = compute_loss(advantages, found["log_probs"], old_log_probs, clip_range, ref_log_probs, kl_coef,
+                                  mask=mask, **loss_settings)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
-    return loss.detach(), metadata | {"entropy": masked_mean(entropy, mask)}, policy_log_probs.detach()
+    known = {"old_log_probs": old_log_probs} | ({} if ref_log_probs is None else {"ref_log_probs": ref_log_probs})
+    return loss.detach(), metadata | {"entropy": masked_mean(found["entropy"], mask)}, known
 
 
-@torch.no_grad()
-def score_batch(model, batch, cuts, temperature, bf16):
-    """-> (B, T) log-probs of a whole rollout batch under one model, cut as the update cuts it."""
-    log_probs = torch.zeros_like(batch["rollout_log_probs"])
-    for index, width in cuts:
-        rows = rows_of({name: batch[name] for name in ("input_ids", "labels", "response_mask")}, (index, width))
-        log_probs[index, :width] = get_response_log_probs(model, **rows, temperature=temperature, bf16=bf16)
-    return log_probs
-
-
-def check_log_probs(batch, step, first_diff, bf16):
+def check_log_probs(microbatches, step, first_diff, bf16):
     """The canary, on the whole step before its first update -> mean and max |sampler - trainer| log-prob.
 
-    float32: at most 1e-3 (healthy: below 1e-4). bf16 engines differ by rounding, 0.01 to 0.1, so there the test is
-    growth: at step 1 the sampler holds the checkpoint itself, and that step's difference, first_diff, is the measure.
+    float32: at most 1e-3 (healthy: below 1e-4). bf16 engines round, 0.01 to 0.1: there it must not grow beyond that of
+    step 1, first_diff, at which the sampler holds the checkpoint itself.
     """
-    mask, trainer = batch["response_mask"], batch["old_log_probs"]
-    diff = torch.where(mask, (trainer - batch["rollout_log_probs"]).abs(), 0.0)
-    mean, limit = masked_mean(diff, mask).item(), 1e-3
+    diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
+                              for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
+    mean, limit = diff.mean().item(), 1e-3
     if bf16:
         limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
     if not mean <= limit:
         raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats a token (limit {limit:.2g}): "
                            "the sampler has stale or other weights; check load_policy_into_vllm_instance")
-    if first_diff is None and "ref_log_probs" in batch:
-        drift = torch.where(mask, (trainer - batch["ref_log_probs"]).abs(), 0.0).max().item()
-        if not drift < (0.5 if bf16 else 1e-4):
-            raise RunStopped(f"step {step}: the policy differs from its own copy by {drift:.2g} nats before any "
-                               "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
+    if first_diff is None and not drift.max() < (0.5 if bf16 else 1e-4):
+        raise RunStopped(f"step {step}: the policy differs from its own copy by {drift.max():.2g} nats before any "
+                         "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
     return {"sampler_logprob_diff": mean, "sampler_logprob_diff_max": diff.max().item()}
+
+
+def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
+    """InputError for a KL setting that changes nothing: loss, gradient, coefficient. knobs: {name: (value, default)}.
+
+    One microbatch, and a walk of the coefficient rule, with and without it. The reference reads each token at another
+    place: at the start it is the policy itself, and no setting could do anything.
+    """
+    batch = make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
+    batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
+    batch["ref_hidden"] = response_hidden(ref_model, batch["input_ids"], batch["response_mask"]).roll(1, 0)
+    if c.epochs_per_rollout > 1:  # later ones have ratios
+        batch["old_log_probs"] = batch["rollout_log_probs"].flip(0)
+    last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
+
+    def effects(name, value):
+        values = vars(c) | {k: None for k in ("kl_target", "kl_clip_threshold")} | {k: v for k, (v, _) in knobs.items()}
+        changed = machine.with_kl_rules(SimpleNamespace(**(values | {name: value})), TERM_RULES, COEFFICIENT_RULES)
+        loss, _, _ = grpo_microbatch_step(policy, batch, ref_model=ref_model, kl_coef=changed.kl_coef,
+                                          **step_settings(changed))
+        found, state = [last.grad.flatten().float()], {"beta": changed.kl_coef, "step": 0, "kl": None, "reward": None}
+        policy.zero_grad()
+        for i in range(c.n_train_steps if name != "kl_coef" else 0):
+            state = next_beta(state, (i % 7) ** 2 * changed.kl_target / 9, i % 11 / 10, changed)
+            found.append(torch.tensor([state["beta"], loss], device=loss.device))
+        return torch.cat(found)
+
+    for name, (value, other) in knobs.items():
+        with_it, without = effects(name, value), effects(name, other)
+        if (with_it - without).norm() <= 1e-6 * with_it.norm():
+            raise InputError(f"{name} = {value!r} changes nothing here: loss and gradient are the same without it; "
+                             f"{'use a larger one' if name == 'kl_coef' else f'leave it at {other!r}'}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -567,20 +639,23 @@ def evaluate(policy, llm, tokenizer, problems, skills, c):
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n}
     if skills:
         _, right = score(responses[n:], skills, tokenizer, reward_fn)
-        for skill in sorted({problem["skill"] for problem in skills}):
-            mine = torch.tensor([problem["skill"] == skill for problem in skills])
-            metrics[f"retention_{skill}"] = masked_mean((right == 1).float(), mine).item()
+        for skill in sorted({p["skill"] for p in skills}):
+            metrics[f"retention_{skill}"] = right[[p["skill"] == skill for p in skills]].eq(1).float().mean().item()
     return metrics, list(zip([problem["prompt"] for problem in problems], texts, rewards[:3].tolist()))
 
 
+@torch.no_grad()
 def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
-    """-> KL(policy || reference) in nats per token and per response: means of k3 on fresh samples."""
+    """-> (3, N): KL(policy || reference) in nats at each token of fresh samples, its place in the response, its id."""
     responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1, seed=c.seed << 32,
                         max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
-    batch = make_batch(responses, torch.zeros(len(responses)), policy.device)
-    cuts, mask = cut_microbatches(batch["response_mask"], c.max_tokens_per_microbatch), batch["response_mask"]
-    kl = compute_kl_divergence(*(score_batch(m, batch, cuts, c.temperature, c.bf16) for m in (policy, ref_model)), "k3")
-    return masked_mean(kl, mask).item(), torch.where(mask, kl, 0.0).sum(dim=1).mean().item()
+    batch, found = make_batch(responses, torch.zeros(len(responses)), policy.device), []
+    for rows in cut_microbatches(batch, c.max_tokens_per_microbatch):
+        ids, labels, mask = rows["input_ids"], rows["labels"], rows["response_mask"]
+        reference = response_hidden(ref_model, ids, mask, c.bf16), ref_model.get_output_embeddings().weight
+        kl = get_response_log_probs(policy, ids, labels, mask, c.temperature, c.bf16, reference, True)["exact_kl"]
+        found.append(torch.stack([kl[mask].double(), mask.cumsum(1)[mask] - 1, labels[mask]]))
+    return torch.cat(found, dim=1).cpu()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -594,13 +669,12 @@ def timed(seconds, phase):
     seconds[phase] += time.perf_counter() - start
 
 
-def log_train(writer, step, metrics, seconds, left):
-    """Writes train/*, time/* and mem/*; -> the console line of this step. left: seconds until the last one."""
-    scalars = {f"train/{name}": value for name, value in metrics.items()}
+def log_train(writer, step, m, seconds, left):
+    """Writes metrics m as train/* or adaptive_kl/*, time/*, mem/*; -> the console line. left: seconds to the end."""
+    scalars = {name if "/" in name else f"train/{name}": value for name, value in m.items()}
     scalars |= {f"time/{phase}": value for phase, value in seconds.items()} | {"mem/peak_gb": machine.peak_memory_gb()}
     for tag, value in scalars.items():
         writer.add_scalar(tag, value, step)
-    m = metrics
     line = (f"Step {step} | Loss: {m['loss']:7.4f} | Grad norm: {m['grad_norm']:.4f} | Reward: {m['reward_mean']:.3f} "
             f"| Equal groups: {m['frac_zero_std']:4.0%} | Length: {m['response_length']:.1f} "
             f"| Entropy: {m['entropy']:.3f} | Sampler diff: {m['sampler_logprob_diff']:.0e} "
@@ -613,29 +687,10 @@ def log_eval(writer, step, metrics, samples):
     for name, value in metrics.items():
         writer.add_scalar(f"eval/{name}", value, step)
     for i, (prompt, text, reward) in enumerate(samples):
-        lines = f"reward {reward:g}\n{prompt}\n{text}".splitlines()
-        writer.add_text(f"samples/{i}", "\n".join(f"    {line}" for line in lines), step)
-    skills = [f" | {name[10:]}: {value:.1%}" for name, value in metrics.items() if name.startswith("retention_")]
+        writer.add_text(f"samples/{i}", f"    reward {reward:g}\n{prompt}\n{text}".replace("\n", "\n    "), step)
     return (f"Eval at step {step} | Solved: {metrics['solved']:.1%} | Reward: {metrics['reward_mean']:.3f} | "
-            f"Length: {metrics['response_length']:.1f}" + "".join(skills))
-
-
-def log_report(before, after, kl, run_folder, seconds, tokens, c):
-    """-> the final report as text."""
-    def change(name, key):
-        return f"  {name:<10} {before[key]:6.1%} -> {after[key]:6.1%}  ({100 * (after[key] - before[key]):+.1f} points"
-    interval = 196 * math.sqrt(max(after["solved"] * (1 - after["solved"]), 1e-9) / c.n_eval_problems)
-    skills = [name for name in after if name.startswith("retention_")]
-    how = "greedy" if c.eval_temperature == 0 else f"sampled at temperature {c.eval_temperature:g}"
-    return "\n".join([
-        "", "=== Report ===", f"{c.task}, {c.n_eval_problems} held-out problems, {how}",
-        change("solved", "solved") + f"; 95 % interval of the second: +-{interval:.1f})",
-        *(["skills that were not trained"] if skills else []), *(change(name[10:], name) + ")" for name in skills),
-        f"KL(policy || start): {kl[0]:.3f} nats per token, {kl[1]:.2f} nats per response",
-        f"KL leash: on, kl_coef = {c.kl_coef:g}, {c.kl_estimator}, {c.kl_gradient}" if c.use_kl_penalty else
-        "KL leash: off; to keep the other skills set use_kl_penalty = True in main() (README_KL.md says which kl_coef)",
-        f"training took {seconds / 60:.1f} min, {tokens / seconds:.0f} response tokens/s",
-        f"run folder: {run_folder}", f"look at it: tensorboard --logdir {run_folder.parent}"])
+            f"Length: {metrics['response_length']:.1f}" + "".join(
+                f" | {name[10:]}: {value:.1%}" for name, value in metrics.items() if name.startswith("retention_")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -643,10 +698,8 @@ def log_report(before, after, kl, run_folder, seconds, tokens, c):
 
 def train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, ref_model=None, kl_coef=0.0):
     """n_train_steps times: rollout, rewards, advantages, log-probs, loss, update, sync, log. -> tokens sampled."""
-    log_prob_settings = dict(temperature=c.temperature, bf16=c.bf16)
-    loss_settings = dict(clip_range=c.clip_range, clip_range_high=c.clip_range_high, importance_cap=c.importance_cap,
-                         kl_estimator=c.kl_estimator, kl_gradient=c.kl_gradient, kl_ratio_cap=c.kl_ratio_cap)
     n_prompts, first_diff, all_tokens, start = c.rollout_batch_size // c.group_size, None, 0, time.perf_counter()
+    beta, first, said = {"beta": kl_coef, "step": 0, "kl": None, "reward": None}, None, set()
     bar = tqdm(total=c.n_train_steps, unit="step", disable=not sys.stdout.isatty(), file=sys.stdout, leave=False)
     for step in range(1, c.n_train_steps + 1):
         seconds, totals = defaultdict(float), Counter()
@@ -661,42 +714,48 @@ def train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, 
                                                                       c.normalize_by_std)
             batch = make_batch(responses, advantages, policy.device)
             batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-            cuts = cut_microbatches(batch["response_mask"], c.max_tokens_per_microbatch)
+            microbatches = cut_microbatches(batch, c.max_tokens_per_microbatch)
             n_tokens = int(batch["response_mask"].sum())
             if ref_model is not None:
                 with timed(seconds, "log_probs"):  # the reference reads a rollout once, whatever the number of epochs
-                    batch["ref_log_probs"] = score_batch(ref_model, batch, cuts, **log_prob_settings)
+                    for rows in microbatches:
+                        mask = rows["response_mask"]
+                        rows["ref_hidden"] = response_hidden(ref_model, rows["input_ids"], mask, c.bf16)
             for epoch in range(c.epochs_per_rollout):
                 with timed(seconds, "update"):
-                    log_probs = torch.zeros_like(batch["rollout_log_probs"])
-                    for index, width in cuts:
-                        rows = rows_of(batch, (index, width))
-                        loss, metadata, log_probs[index, :width] = grpo_microbatch_step(
-                            policy, rows, ref_model=ref_model, kl_coef=kl_coef, **log_prob_settings, **loss_settings)
+                    means = Counter()
+                    for rows in microbatches:
+                        loss, metadata, log_probs = grpo_microbatch_step(policy, rows, ref_model=ref_model,
+                                                                         kl_coef=beta["beta"], **step_settings(c))
                         share = rows["response_mask"].sum() / n_tokens  # token means -> the step's mean
-                        totals.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
-                    if epoch == 0:  # the policy has not moved yet: this pass gives the old log-probs of later epochs
-                        batch["old_log_probs"] = log_probs
-                        metrics |= check_log_probs(batch, step, first_diff, c.bf16)
+                        means.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
+                        rows |= log_probs  # of the first epoch, in which the policy has not moved: later the old ones
+                    if epoch == 0:
+                        metrics |= check_log_probs(microbatches, step, first_diff, c.bf16)
                         first_diff = first_diff or metrics["sampler_logprob_diff"]
-                    totals["grad_norm"] += torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
+                    means["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
                     for group in optimizer.param_groups:
                         group["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
                     optimizer.step()
                     optimizer.zero_grad()
+                    totals.update(means)
+                    if ref_model is not None:
+                        metrics["adaptive_kl/current_beta"] = beta["beta"]
+                        beta = next_beta(beta, means["kl_per_token"].item(), metrics["reward_mean"], c)
             if llm is not None:
                 with timed(seconds, "sync"):
                     load_policy_into_vllm_instance(policy, llm)
         all_tokens += n_tokens
         metrics |= {name: float(value) / c.epochs_per_rollout for name, value in totals.items()}
         if ref_model is not None:
-            metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
+            metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * n_tokens / len(responses)
         metrics |= {"lr": optimizer.param_groups[0]["lr"], "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
                     "tokens_per_s": n_tokens / seconds["total"]}
-        left = (time.perf_counter() - start) / step * (c.n_train_steps - step)
-        tqdm.write(log_train(writer, step, metrics, seconds, left))
+        left, first = (time.perf_counter() - start) / step * (c.n_train_steps - step), first or metrics
+        signs = machine.warning_signs(metrics, first, c, step, said)
+        tqdm.write("\n".join([log_train(writer, step, metrics, seconds, left), *signs]))
         bar.update()
         if c.eval_every and step % c.eval_every == 0 and step < c.n_train_steps:
             evaluate_now(step)
@@ -745,9 +804,14 @@ def main(
     # the KL leash
     use_kl_penalty=False,  # True: hold the policy near its start, for a second copy of the weights and one forward pass
     kl_coef=0.01,  # nats to reward; README_KL.md has the measured table
-    kl_estimator="k3",  # the value that is shown: "k1", "k2", "k3"
+    kl_estimator="k3",  # the value: "k1", "k2", "k3" of the sampled token, or "exact": over the vocabulary
     kl_gradient="reverse",  # the pull: that of KL(policy || start), or "as_written": autograd through the estimator
+    kl_in="loss",  # a token pays for its own KL; "loss_to_go", "reward" (k1): for that of all later tokens too
     kl_ratio_cap=2.0,  # cut of pi / old in that pull; math.inf: exact, and unbounded off-policy
+    kl_adaptation_method="none",  # TERM_RULES and COEFFICIENT_RULES, or one of each: "dynamic+sigmoid"
+    kl_clip_threshold=None,  # nats: clip 1.0, clip_sound (of the log-ratio) 5.0
+    kl_target=None,  # nats per token: 0.1; in the rule "target" 0.05
+    dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,  # of the dynamic rules
     reproduce_paper=False,  # True: allow a KL term that is known not to work
     # update
     learning_rate=None, warmup_steps=10, weight_decay=0.0,  # AdamW on float32 weights
@@ -766,39 +830,44 @@ def main(
     column = 0 if model_id == "tiny" or (model_id is None and not torch.cuda.is_available()) else 1
     config |= {name: values[column] for name, values in DEFAULTS.items() if config[name] is None}
     machine.check_config(config, TASKS)
-    c = SimpleNamespace(**config)
+    knobs = machine.changed_knobs(config, main)
+    c = machine.with_kl_rules(SimpleNamespace(**config), TERM_RULES, COEFFICIENT_RULES)
+    kl_lines = machine.check_kl(c, knobs)
     c.device, c.bf16, use_vllm, hardware_line = machine.choose_hardware(c)
-    kl_line = check_kl(c)
     problems, eval_problems = TASKS[c.task](c)
     c.n_eval_problems = len(eval_problems)
-    checked_reward(c.reward, "<answer>1</answer>", problems[0])
+    machine.checked_reward(c.reward, "<answer>1</answer>", problems[0])
     model_folder = machine.find_model(c.model_id)
     skills = machine.read_skills(model_folder)
-    print(hardware_line, *([kl_line] if kl_line else []), sep="\n")
+    print(hardware_line, *kl_lines, sep="\n")
 
     policy, tokenizer = init_policy(model_folder, c.device)
     policy.train(c.gradient_checkpointing)  # which needs train mode; without it eval mode keeps dropout out
     if c.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     longest = max(map(len, prompt_ids_of(problems + eval_problems + skills, tokenizer)))
-    context = policy.config.max_position_embeddings
-    if longest + c.max_new_tokens > context:
-        raise InputError(f"max_new_tokens = {c.max_new_tokens} after a prompt of {longest} tokens does not fit into "
-                         f"the {context} tokens that {c.model_id} reads; use {context - longest} or fewer")
+    machine.check_context(policy, longest, c)
     leash = c.use_kl_penalty and c.kl_coef > 0
     ref_model = copy.deepcopy(policy).eval().requires_grad_(False) if leash else None
     llm = init_vllm(model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util, c.bf16) if use_vllm else None
     optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
 
+    if leash:
+        probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4, seed=c.seed,
+                        max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
+        refuse_dead_knobs(policy, ref_model, probe, c, {"kl_coef": (c.kl_coef, 0.0)} | knobs)
+
     run_folder = machine.make_run_folder(c.out_dir, vars(c), __file__)
     writer = machine.open_writer(run_folder, vars(c))
+    before = {}
 
     def evaluate_now(step):
         metrics, samples = evaluate(policy, llm, tokenizer, eval_problems, skills, c)
-        tqdm.write(log_eval(writer, step, metrics, samples))
+        signs = machine.warning_signs(metrics, before or metrics, c, step, set())
+        tqdm.write("\n".join([log_eval(writer, step, metrics, samples), *signs]))
         return metrics
 
-    before = evaluate_now(0)
+    before |= evaluate_now(0)
     start = time.perf_counter()
     tokens = train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, ref_model, leash and c.kl_coef)
     seconds = time.perf_counter() - start
@@ -807,20 +876,18 @@ def main(
     kl = measure_kl(policy, llm, tokenizer, eval_problems, start_model, c)
     if c.save_model:
         policy.save_pretrained(run_folder / "model"), tokenizer.save_pretrained(run_folder / "model")
-    report = log_report(before, after, kl, run_folder, seconds, tokens, c)
-    (run_folder / "report.txt").write_text(report + "\n")
     writer.close()
-    print(report)
-    return {"before": before, "after": after, "kl_per_token": kl[0], "kl_per_sequence": kl[1], "seconds": seconds,
-            "tokens_per_s": tokens / seconds, "run_folder": run_folder}
+    result = {"before": before, "after": after, "kl_per_token": kl[0].mean().item(), "seconds": seconds,
+              "kl_per_sequence": kl[0].sum().item() / len(eval_problems), "tokens_per_s": tokens / seconds}
+    print(machine.write_report(run_folder, result, kl, tokenizer, c))
+    return result | {"run_folder": run_folder}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 14. Quick tests: about a second; they run before main(). Each is named for the mistake that it stops.
 
 def test_kl_value_has_the_wrong_sign_or_direction():
-    policy, ref = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.5]]).log()
-    ln2 = math.log(2)
+    policy, ref, ln2 = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.5]]).log(), math.log(2)
     by_hand = {"k1": [ln2, -ln2], "k2": [ln2 * ln2 / 2] * 2, "k3": [0.5 - 1 + ln2, 2 - 1 - ln2]}
     for estimator, values in by_hand.items():
         torch.testing.assert_close(compute_kl_divergence(policy, ref, estimator), torch.tensor([values]))
@@ -829,19 +896,21 @@ def test_kl_value_has_the_wrong_sign_or_direction():
 def kl_gradient_by_enumeration(logits, ref_logits, old_logits, **settings):
     """Expected gradient of the KL term: all V tokens, weighted by their probability under the policy that sampled."""
     logits = logits.clone().requires_grad_()
-    log_probs, ref, old = logits.log_softmax(0), ref_logits.log_softmax(0), old_logits.log_softmax(0)
-    loss, _ = compute_loss(torch.zeros(1, 1), log_probs[None], old[None], 0.2, ref[None], 1.0, **settings)
+    old, hidden, labels = old_logits.log_softmax(0), torch.ones_like(logits)[:, None], torch.arange(len(logits))
+    found = ChunkedHead.apply(hidden.detach(), logits[:, None], labels, 1.0, hidden.detach(), ref_logits[:, None])
+    log_probs, exact_kl, _, ref = (x[None] for x in found)
+    loss, _ = compute_loss(torch.zeros(1, 1), log_probs, old[None], 0.2, ref, 1.0, exact_kl=exact_kl, **settings)
     return torch.autograd.grad((loss[0] * old.exp()).sum(), logits)[0]
 
 
 def test_kl_gradient_is_not_that_of_reverse_kl():
     logits, ref, old = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     leaf = logits.clone().requires_grad_()
-    exact, = torch.autograd.grad((leaf.softmax(0) * (leaf.log_softmax(0) - ref.log_softmax(0))).sum(), leaf)
-    for estimator in ("k1", "k2", "k3"):
+    by_hand, = torch.autograd.grad((leaf.softmax(0) * (leaf.log_softmax(0) - ref.log_softmax(0))).sum(), leaf)
+    for estimator in ("k1", "k2", "k3", "exact"):
         for sampled_by in (logits, old):  # on-policy and off
             ours = kl_gradient_by_enumeration(logits, ref, sampled_by, kl_estimator=estimator, kl_ratio_cap=math.inf)
-            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+            torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
     zero = kl_gradient_by_enumeration(logits, ref, logits, kl_estimator="k1", kl_gradient="as_written")
     torch.testing.assert_close(zero, torch.zeros_like(zero), rtol=0, atol=1e-12)  # why this combination is refused
 
@@ -874,37 +943,39 @@ def tiny_step(max_tokens, loss_average="dapo", **settings):
             num_key_value_heads=2, tie_word_embeddings=True)).eval()
         ref_model = copy.deepcopy(policy).requires_grad_(False)
         ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)  # tied: the reference differs everywhere
-    rng = random.Random(0)
-    responses = [Response(rng.choices(range(32), k=rng.randint(1, 5)), rng.choices(range(32), k=n), [-3.4] * n, True)
-                 for n in (1, 9, 4, 4, 7, 2, 8, 3)]
+    responses = [Response(list(range(n % 5 + 1)), [(5 * n + i * i) % 32 for i in range(n)], [-3.4] * n, True)
+                 for n in (1, 9, 4, 6, 7, 2, 8, 3)]
     batch = make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
     batch["weights"] = token_weights(batch["response_mask"], loss_average, 9)
-    for cut in cut_microbatches(batch["response_mask"], max_tokens):
-        grpo_microbatch_step(policy, rows_of(batch, cut), 0.2, ref_model, 0.1, **settings)
+    for rows in cut_microbatches(batch, max_tokens):
+        grpo_microbatch_step(policy, rows, 0.2, ref_model, 0.1, **settings)
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
 def test_gradient_depends_on_the_microbatch_size():
-    for loss_average in ("grpo", "dapo", "dr_grpo"):
-        whole = tiny_step(10_000, loss_average)
+    for loss_average, settings in (("grpo", {}), ("dapo", {"kl_estimator": "exact", "kl_in": "loss_to_go"}),
+                                   ("dr_grpo", {"kl_estimator": "k1", "kl_in": "reward"})):
+        whole = tiny_step(10_000, loss_average, **settings)
         for max_tokens in (60, 20, 1):
-            torch.testing.assert_close(tiny_step(max_tokens, loss_average), whole, rtol=0, atol=1e-6)
+            torch.testing.assert_close(tiny_step(max_tokens, loss_average, **settings), whole, rtol=0, atol=1e-6)
 
 
 def test_chunked_head_differs_from_log_softmax():
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 2, generator=generator, requires_grad=True) for n in (70, 1 << 18))  # two chunks
-    labels, upstream = torch.randint(len(weight), (70,), generator=generator), torch.randn(70, generator=generator)
-    ours = ChunkedHead.apply(hidden, weight, labels, 0.7)
-    plain = (hidden @ weight.T / 0.7).log_softmax(1)
-    torch.testing.assert_close(ours, (plain[range(70), labels], -(plain.exp() * plain).sum(1)), rtol=1e-3, atol=1e-3)
-    gradients = (torch.autograd.grad(x @ upstream, (hidden, weight)) for x in (ours[0], plain[range(70), labels]))
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    generator, rows = torch.Generator().manual_seed(0), range(70)
+    hidden, weight, ref_hidden, ref_weight = (torch.randn(n, 3, generator=generator).double().requires_grad_()
+                                              for n in (70, 50, 70, 50))
+    labels, upstream = torch.randint(50, (70,), generator=generator), torch.randn(2, 70, generator=generator).double()
+    ours = ChunkedHead.apply(hidden, weight, labels, 0.7, ref_hidden, ref_weight, 32 * 50)  # three chunks
+    p, q = ((x @ w.T / 0.7).log_softmax(1) for x, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    plain = p[rows, labels], (p.exp() * (p - q)).sum(1), -(p.exp() * p).sum(1), q[rows, labels]
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(*(torch.autograd.grad((x[0] * upstream[0] + x[1] * upstream[1]).sum(), (hidden, weight))
+                                 for x in (ours, plain)))
 
 
 def test_reward_is_fooled():
     problem = {"numbers": [3, 5, 7], "target": 22}
-    solved = ["<answer>3*5+7</answer>", "<answer> 7 - -(5 * 3) </answer>.", "<answer>1</answer><answer>3*5+7</answer>"]
+    solved = ["<answer>3*5+7</answer>", "<answer> 7 - -(5 * 3) </answer>.", "<answer>1</answer><answer>7+3*5</answer>"]
     wrong = [f"<answer>{x}</answer>" for x in ("22", "3*5+7+0", "5+5+5+7", "7**(5-3)", "7/(5-5)", "9**9**9", "(" * 300)]
     neither = ["", "3*5+7", "<answer>", "</answer><answer>3*5+7", "<answer></answer>"]
     for value, texts in ((1.0, solved), (0.1, wrong), (0.0, neither)):
@@ -914,7 +985,7 @@ def test_reward_is_fooled():
 
 
 def test_functions():
-    """Every test_ function above, a line each. A failure is an AssertionError: the run does not start."""
+    """Every test_ function above, a line each. After an AssertionError the run does not start."""
     print("=== Running Quick Tests ===")
     for name in [name for name in globals() if name.startswith("test_") and name != "test_functions"]:
         globals()[name]()
