@@ -29,7 +29,7 @@ CSV, CURVES, BY_TOKEN = (RESULTS / f"kl_{name}.csv" for name in ("ablation", "cu
 SEEDS = (0, 1, 2)
 HOT = dict(learning_rate=6e-4)
 LEASH = dict(use_kl_penalty=True, kl_coef=1.0, kl_estimator="exact")  # what each factor below is changed from
-ON = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")  # what the README recommends for the built-in model
+ON = dict(use_kl_penalty=True, kl_coef=0.3)  # the README's one edit
 DEFAULT_LR = [{}, *(ON | dict(kl_coef=kl_coef) for kl_coef in (0.01, 0.3, 1.0))]
 COEFFICIENTS = [HOT, *(HOT | LEASH | dict(kl_coef=kl_coef) for kl_coef in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
 ESTIMATORS = [HOT | LEASH | changes for changes in (
@@ -121,6 +121,126 @@ def fill(grid):
             append_rows(CURVES, curve)
             append_rows(BY_TOKEN, tokens)
             print(f"{row['run']}: solved {row['solved_after']:.1%}, {row['minutes']} min", flush=True)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+def settings_of(row):
+    """-> the settings of a row's run, defaults filled in."""
+    return DEFAULTS | json.loads(row["run"])
+
+
+def groups_of(grid):
+    """-> [(settings, rows of its seeds)] of a grid, as far as the csv holds them."""
+    rows = read_csv(CSV)
+    found = [(DEFAULTS | changes, [row for row in rows if row["run"] in {key_of(changes, seed) for seed in SEEDS}])
+             for changes in grid]
+    return [(settings, rows) for settings, rows in found if rows]
+
+
+def skills_of(row):
+    return [name[len("retention_"):-len("_after")] for name in row if re.fullmatch(r"retention_\w+_after", name)]
+
+
+def retention(row, moment="after"):
+    """-> mean share of the other skills' held-out problems that are solved."""
+    skills = skills_of(row)
+    return sum(float(row[f"retention_{skill}_{moment}"]) for skill in skills) / len(skills)
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def spread(values, scale=100, digits=0):
+    """-> "mean (smallest to largest)"."""
+    values = [scale * float(value) for value in values]
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def numbers(rows):
+    """-> the cells that every table ends with."""
+    return [spread(r["solved_after"] for r in rows), spread(map(retention, rows)),
+            spread((r["kl_per_token"] for r in rows), 1, 3), spread((r["kl_per_sequence"] for r in rows), 1, 2)]
+
+
+def markdown(header, lines):
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines])
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+MEASURED = ["solved", "other skills", "KL per token", "KL per response"]
+UNIT = "\n\nPer cent and nats; mean (smallest to largest) over seeds {seeds}."
+
+
+def note(groups):
+    return UNIT.format(seeds=", ".join(sorted({row["seed"] for _, rows in groups for row in rows})))
+
+
+def coefficient_table():
+    """One line a learning rate and coefficient."""
+    groups = groups_of(COEFFICIENTS + DEFAULT_LR)
+    skills, one = skills_of(groups[0][1][0]), groups[0][1]
+    before = ["", "before training", spread(r["solved_before"] for r in one), spread(retention(r, "before") for r in one),
+              "0", "0", *(spread(r[f"retention_{skill}_before"] for r in one) for skill in skills), ""]
+    lines = [[f"{s['learning_rate']:g}", f"{s['kl_coef']:g}" if s["use_kl_penalty"] else "off", *numbers(rows),
+              *(spread(r[f"retention_{skill}_after"] for r in rows) for skill in skills),
+              f"{mean(float(r['minutes']) for r in rows):.1f}"] for s, rows in groups]
+    return markdown(["learning rate", "kl_coef", *MEASURED, *skills, "minutes"], [before, *lines]) + note(groups)
+
+
+def estimator_table():
+    """Estimator, gradient and placement at one coefficient."""
+    groups = groups_of([HOT, HOT | LEASH, *ESTIMATORS])
+    lines = [["off", "", ""] + numbers(rows) if not s["use_kl_penalty"] else
+             [s["kl_estimator"], "its own" if s["kl_estimator"] == "exact" else
+              "" if s["kl_in"] == "reward" else s["kl_gradient"], s["kl_in"], *numbers(rows)] for s, rows in groups]
+    return markdown(["kl_estimator", "kl_gradient", "kl_in", *MEASURED], lines) + note(groups)
+
+
+def method_table():
+    """Adaptive methods at one starting coefficient."""
+    groups, curves = groups_of([HOT, HOT | LEASH, *METHODS]), read_csv(CURVES)
+    last = {row["run"]: row for row in curves}  # the last step of each run
+    lines = [[s["kl_adaptation_method"] if s["use_kl_penalty"] else "off",
+              f"{s['kl_estimator']} in the {s['kl_in']}" if s["use_kl_penalty"] else "", *numbers(rows),
+              spread((last[r["run"]]["current_beta"] for r in rows), 1, 3) if s["use_kl_penalty"] else "",
+              spread((r["response_length_after"] for r in rows), 1, 1)] for s, rows in groups]
+    return markdown(["kl_adaptation_method", "KL", *MEASURED, "beta at the end", "length"], lines) + note(groups)
+
+
+def engine_table():
+    """Solved after training, leash off, seed by seed, with either engine."""
+    lines = [[s["engine"], *(f"{100 * float(row['solved_after']):.1f}" for row in sorted(rows, key=lambda r: r["seed"]))]
+             for s, rows in groups_of([{}, {"engine": "vllm"}])]
+    return markdown(["engine", *(f"solved, seed {seed}" for seed in SEEDS)], lines)
+
+
+def best_coefficient():
+    """-> settings and rows of the leash that holds most within 2 points of the solved rate without it; both groups."""
+    (_, off), *on = groups_of(COEFFICIENTS)
+    solved = lambda rows: mean(float(row["solved_after"]) for row in rows)
+    near = [(settings, rows) for settings, rows in on if solved(rows) >= solved(off) - 0.02]
+    best = max(near, key=lambda group: mean(map(retention, group[1])), default=(None, off))
+    return best, off
+
+
+def console(name):
+    """-> a run's output: its beginning (leash off), and its last evaluation and report."""
+    lines = (RESULTS / f"console_{name}.txt").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("Step 4 "))
+    last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
+    return "\n".join(["```text", *(lines[:first] + ["..."] if name == "off" else []), *lines[last:], "```"])
+
+
+def write_consoles():
+    """The README's first command, without and with its one edit, each in a process of its own."""
+    for name, changes in (("off", {}), ("on", ON)):
+        program = f"import starter; starter.test_functions(); starter.main(**{changes!r})"
+        run = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+        (RESULTS / f"console_{name}.txt").write_text(run.stdout)
 
 
 if __name__ == "__main__":
