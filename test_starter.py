@@ -19,6 +19,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -233,12 +234,29 @@ def loops_advantages(rewards, group_size, eps, by_std):
     return out
 
 
-def loops_loss(batch, average, max_new_tokens, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap):
+RULES = {  # rule: value and slope, by hand; c: target 0.3, threshold 0.2, max_new_tokens 10
+    None: lambda v, n: (v, 1.0),
+    "clip": lambda v, n: (min(v, 0.2), float(v < 0.2)),
+    "clip_sound": lambda v, n: (v, 1.0),
+    "sigmoid": lambda v, n: ((s := 1 / (1 + math.exp(0.3 - v))) * v, s + v * s * (1 - s)),
+    "sigmoid_sound": lambda v, n: (max(v - 0.3, 0) + 0.03 * math.log1p(math.exp(-abs(v - 0.3) / 0.03)),
+                                   1 / (1 + math.exp(min((0.3 - v) / 0.03, 700)))),
+    "length_normalized": lambda v, n: (v / n, 1 / n),
+    "length_normalized_sound": lambda v, n: (v / 10, 1 / 10)}
+VALUES = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+
+
+def loops_loss(batch, average, max_new_tokens, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap, place, rule):
     """Value and gradient (with respect to each policy log-prob) of the step's loss, written out by hand: -> float, rows of floats."""
     lengths = [sum(row) for row in batch["mask"]]
+    tau = 0.2 if rule == "clip_sound" else math.inf
     value, grads = 0.0, []
     for b, row in enumerate(batch["mask"]):
         grads.append([])
+        cut = lambda x: max(-tau, min(tau, x))
+        rows = [(t, *(batch[name][b][t] for name in ("policy", "old", "ref", "rollout"))) for t, on in enumerate(row) if on]
+        paid = {t: RULES[rule](VALUES[estimator](cut(pi - ref) if gradient == "reverse" else pi - ref), lengths[b])[0] for t, pi, _, ref, _ in rows}
+        cost = {t: RULES[rule](VALUES[estimator](cut(sampler - ref)), lengths[b])[0] for t, _, _, ref, sampler in rows}
         for t, on in enumerate(row):
             if not on:
                 grads[b].append(0.0)
@@ -246,24 +264,30 @@ def loops_loss(batch, average, max_new_tokens, clip_low, clip_high, importance_c
             pi, old, ref, sampler = (batch[name][b][t] for name in ("policy", "old", "ref", "rollout"))
             weight = {"grpo": 1 / lengths[b] / len(lengths), "dapo": 1 / sum(lengths), "dr_grpo": 1 / (len(lengths) * max_new_tokens)}[average]
             A, ratio = batch["advantages"][b], math.exp(pi - old)
+            if place == "reward":  # of this token and later ones; with a rule, of the whole response
+                A -= kl_coef * sum(x for u, x in cost.items() if u >= t or rule)
             importance = 1.0 if importance_cap is None else min(math.exp(old - sampler), importance_cap)
             if A >= 0:
                 loss, grad = (-A * (1 + clip_high), 0.0) if ratio > 1 + clip_high else (-A * ratio, -A * ratio)
             else:
                 loss, grad = (-A * (1 - clip_low), 0.0) if ratio < 1 - clip_low else (-A * ratio, -A * ratio)
             d = pi - ref
-            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
-            slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[estimator] if gradient == "as_written" else min(ratio, ratio_cap) * d
-            value += weight * (importance * loss + kl_coef * kl)
-            grads[b].append(weight * (importance * grad + kl_coef * slope))
+            own = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[estimator] if gradient == "as_written" else min(ratio, ratio_cap) * cut(d)
+            slope = RULES[rule](VALUES[estimator](cut(d) if gradient == "reverse" else d), lengths[b])[1] * own
+            if place == "loss_to_go":
+                slope += min(ratio, ratio_cap) * sum(x for u, x in paid.items() if u > t)
+            on = place != "reward"
+            value += weight * (importance * loss + on * kl_coef * paid[t])
+            grads[b].append(weight * (importance * grad + on * kl_coef * slope))
     return value, grads
 
 
 def test_loss_or_its_gradient_differs_from_plain_loops():
     rng = random.Random(0)
-    grid = itertools.cycle(itertools.product(("grpo", "dapo", "dr_grpo"), ("k1", "k2", "k3"), ("reverse", "as_written"), (None, 1.5),
-                                             (1.2, math.inf)))
-    for number, (average, estimator, gradient, importance_cap, ratio_cap) in zip(range(144), grid):
+    c = SimpleNamespace(kl_target=0.3, kl_clip_threshold=0.2, max_new_tokens=10)
+    grid = list(itertools.product(("grpo", "dapo", "dr_grpo"), ("k1", "k2", "k3"), ("reverse", "as_written"), (None, 1.5),
+                                  (1.2, math.inf), ("loss", "loss_to_go", "reward"), RULES))
+    for number, (average, estimator, gradient, importance_cap, ratio_cap, place, rule) in enumerate(rng.sample(grid, 500)):
         groups, group_size, T = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 6)
         B = groups * group_size
         lengths = [rng.randint(0 if number % 5 == 0 else 1, T) for _ in range(B)]
@@ -277,22 +301,28 @@ def test_loss_or_its_gradient_differs_from_plain_loops():
         by_std = rng.random() < 0.5
         batch["advantages"] = loops_advantages(rewards, group_size, 1e-6, by_std)
         clip_low, clip_high, kl_coef = rng.choice([0.1, 0.2]), rng.choice([0.2, 0.3]), rng.choice([0.0, 0.1, 1.0])
-        value, grads = loops_loss(batch, average, 10, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap)
+        value, grads = loops_loss(batch, average, 10, clip_low, clip_high, importance_cap, kl_coef, estimator, gradient, ratio_cap, place, rule)
         grads = [g if any(row) else [0.0] * T for g, row in zip(grads, mask)]
 
         tensor = lambda name: torch.tensor(batch[name], dtype=torch.float64).masked_fill(~torch.tensor(mask), math.nan)  # never read
         advantages, _ = starter.compute_group_normalized_advantages(torch.tensor(rewards, dtype=torch.float64), group_size, 1e-6, by_std)
-        policy = tensor("policy").requires_grad_()
+        policy, on = tensor("policy").requires_grad_(), torch.tensor(mask)
         importance = None if importance_cap is None else (tensor("old") - tensor("rollout")).exp().clamp(max=importance_cap)
+        kl_settings = dict(kl_estimator=estimator, kl_rule=rule and partial(starter.TERM_RULES[rule], c=c),
+                           kl_log_ratio_cap=0.2 if rule == "clip_sound" else math.inf)
+        advantages = advantages[:, None]
+        if place == "reward":
+            advantages = starter.put_kl_into_advantages(advantages, tensor("rollout"), tensor("ref"), on, kl_coef, **kl_settings)
         loss, _ = starter.compute_loss(
-            advantages[:, None], policy, tensor("old"), clip_low, tensor("ref"), kl_coef, mask=torch.tensor(mask), clip_range_high=clip_high,
-            importance_weights=importance, kl_estimator=estimator, kl_gradient=gradient, kl_ratio_cap=ratio_cap)
-        weights = starter.token_weights(torch.tensor(mask), average, 10).double()
-        total = torch.where(torch.tensor(mask), loss * weights, 0.0).sum()
+            advantages, policy, tensor("old"), clip_low, tensor("ref"), kl_coef, mask=on, clip_range_high=clip_high,
+            importance_weights=importance, kl_gradient=gradient, kl_ratio_cap=ratio_cap, kl_in=place, **kl_settings)
+        weights = starter.token_weights(on, average, 10).double()
+        total = torch.where(on, loss * weights, 0.0).sum()
         total.backward()
         # token_weights is float32, as in training: 1e-7 relative
-        torch.testing.assert_close(total.item(), value, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(policy.grad, torch.tensor(grads, dtype=torch.float64), rtol=1e-6, atol=1e-8)
+        told = (average, estimator, gradient, importance_cap, ratio_cap, place, rule)
+        torch.testing.assert_close(total.item(), value, rtol=1e-6, atol=1e-7, msg=lambda m: f"{told}: {m}")
+        torch.testing.assert_close(policy.grad, torch.tensor(grads, dtype=torch.float64), rtol=1e-6, atol=1e-8, msg=lambda m: f"{told}: {m}")
 
 
 def test_metadata_counts_padding_or_reports_one_side_of_the_clip_as_the_other():
@@ -460,6 +490,28 @@ def test_log_probs_see_padding_or_ignore_the_temperature(policy_and_tokenizer):
         torch.testing.assert_close(entropy[i][batch["response_mask"][i]], -(plain.exp() * plain).sum(-1), rtol=0, atol=1e-5)
 
 
+def test_exact_kl_or_its_gradient_differs_from_the_whole_softmax(policy_and_tokenizer):
+    """Value, and gradient through the whole model, of KL over the vocabulary, against plain autograd on all logits in float64."""
+    policy, _ = policy_and_tokenizer
+    policy = policy.double()
+    ref_model = starter.copy.deepcopy(policy).requires_grad_(False)
+    perturb(ref_model, 3)
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    responses = [Response(rng.choices(range(5, 50), k=3), rng.choices(range(5, 50), k=n), [0.0] * n, True) for n in (1, 12, 5)]
+    batch = starter.make_batch(responses, torch.zeros(3), "cpu")
+    ids, labels, mask = (batch[name] for name in ("input_ids", "labels", "response_mask"))
+    reference = starter.response_hidden(ref_model, ids, mask), ref_model.get_output_embeddings().weight
+    ours = starter.get_response_log_probs(policy, ids, labels, mask, 0.8, reference=reference, everything=True)
+    p, q = ((model(ids).logits / 0.8).log_softmax(-1) for model in (policy, ref_model))
+    plain = torch.where(mask, (p.exp() * (p - q)).sum(-1), 0.0)
+    torch.testing.assert_close(ours["exact_kl"], plain, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ours["ref_log_probs"][mask], q[mask][range(18), labels[mask]], rtol=1e-9, atol=1e-12)
+    upstream = torch.randn(mask.shape, generator=generator).double()
+    gradients = [torch.autograd.grad((kl * upstream).sum(), list(policy.parameters())) for kl in (ours["exact_kl"], plain)]
+    for mine, theirs in zip(*gradients):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
 @pytest.mark.parametrize("n_rows", [1, 2, 4, 8])
 def test_gradient_moves_with_the_number_of_microbatches(n_rows):
     """The same step cut into 8, 4, 2 and 1 pieces, with both clips, the leash and the importance weights active."""
@@ -501,6 +553,10 @@ def watch():
 thread = threading.Thread(target=watch); thread.start()
 if sys.argv[1] == "chunked":
     log_probs = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
+elif sys.argv[1] == "exact KL":
+    hidden = starter.response_hidden(model, ids[:, :-1], torch.ones_like(ids[:, 1:], dtype=torch.bool)).detach().flip(0)
+    found = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:], reference=(hidden, model.lm_head.weight.detach()), everything=True)
+    log_probs = found["log_probs"] + found["exact_kl"]
 else:
     log_probs = model(ids[:, :-1]).logits.log_softmax(-1).gather(2, ids[:, 1:, None])
 log_probs.sum().backward()
@@ -514,12 +570,12 @@ print((peak - base) / 1e9)
 def test_log_prob_pass_holds_all_logits():
     """8 x 512 tokens, hidden 256, vocabulary 151,936: under 1.2 GB above weights and gradients, forward and backward."""
     gigabytes = {}
-    for way in ("chunked", "plain"):
+    for way in ("chunked", "exact KL", "plain"):
         run = subprocess.run([sys.executable, "-c", MEMORY_PROBE, way], cwd=HERE, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         gigabytes[way] = float(run.stdout)
     print(gigabytes)
-    assert gigabytes["chunked"] < 1.2 and gigabytes["plain"] > 7
+    assert gigabytes["chunked"] < 1.2 and gigabytes["exact KL"] < 1.2 and gigabytes["plain"] > 7
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -624,6 +680,191 @@ def test_terminal_has_no_progress_bar_or_a_file_is_full_of_bars(checkpoint, tmp_
     assert process.wait() == 0 and b"/3 [" in seen and b"Step 3 |" in seen
     piped = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert piped.returncode == 0 and "\r" not in piped.stdout and piped.stdout.count("min left") == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8., 9. Adaptive KL, dead knobs, warnings
+
+def rules(rule="none", **changes):
+    """-> what next_beta reads of the configuration."""
+    return SimpleNamespace(**dict(coefficient_rule=rule, kl_coef=0.2, kl_target=0.1, dynamic_beta_decay=0.9, reward_threshold=0.8,
+                                  beta_min=0.0, beta_schedule_steps=1000) | changes)
+
+
+def betas(c, kls, rewards):
+    """-> beta after each step; the state goes through JSON each time, as a checkpoint would hold it."""
+    state, found = {"beta": c.kl_coef, "step": 0, "kl": None, "reward": None}, []
+    for kl, reward in zip(kls, rewards):
+        state = json.loads(json.dumps(starter.next_beta(state, kl, reward, c)))
+        found.append(state["beta"])
+    return found
+
+
+def test_printed_coefficient_rule_is_not_the_documents():
+    assert betas(rules("target"), [0.16, 0.15, 0.1, 0.05, 0.04], [0.0] * 5) == pytest.approx([0.3, 0.3, 0.3, 0.3, 0.225])
+    assert betas(rules("dynamic"), [0.1] * 4, [0.81, 0.8, 0.79, 1.0]) == pytest.approx([0.18, 0.18, 0.18, 0.162])
+    assert betas(rules("dynamic", beta_min=0.17), [0.1] * 3, [0.9] * 3) == pytest.approx([0.18, 0.17, 0.17])
+    assert betas(rules("dynamic", beta_min=0.01, beta_schedule_steps=3), [0.1] * 4, [0.0] * 4) == pytest.approx([0.2, 0.2, 0.01, 0.01])
+
+
+def test_sound_coefficient_rule_leaves_its_bounds_or_jumps():
+    rng = random.Random(0)
+    for rule, low, high in (("target_sound", 0.02, 2.0), ("dynamic_sound", 0.02, 0.2)):
+        c = rules(rule, beta_schedule_steps=500)
+        for kl, reward in ((0.0, 0.0), (0.0, 1.0), (9.0, 0.0), (9.0, 1.0)):
+            found = betas(c, [kl] * 2000, [reward] * 2000)
+            assert all(low - 1e-12 <= beta <= high + 1e-12 for beta in found)
+        noisy = betas(c, [rng.lognormvariate(-2, 1) for _ in range(2000)], [rng.gauss(0.8, 0.2) for _ in range(2000)])
+        assert all(abs(math.log(b / a)) < 0.12 for a, b in zip(noisy, noisy[1:]))  # continuous, at the end of the schedule too
+    up = betas(rules("dynamic_sound", beta_schedule_steps=10**9), [0.1] * 200, [1.0] * 100 + [0.0] * 100)
+    assert min(up) < 0.1 and up[-1] == pytest.approx(0.2, rel=1e-3)  # what was let go is taken back
+
+
+def test_target_controller_misses_the_target_of_a_slow_plant():
+    """KL follows 0.02 / beta with a lag of 5 steps and 20 % noise: the sound rule ends within half of the target, the printed one swings."""
+    def simulate(rule, seed):
+        rng, c, kl, found = random.Random(seed), rules(rule, kl_coef=1.0), 0.0, []
+        state = {"beta": 1.0, "step": 0, "kl": None, "reward": None}
+        for _ in range(400):
+            kl += (0.02 / state["beta"] - kl) / 5
+            found.append(kl * math.exp(rng.gauss(0, 0.2)))
+            state = starter.next_beta(state, found[-1], 0.0, c)
+        return found
+    for seed in range(5):
+        assert all(0.05 < kl < 0.15 for kl in sorted(simulate("target_sound", seed)[200:])[10:-10])
+        assert max(simulate("target_sound", seed)) < 0.2 < max(simulate("target", seed))
+
+
+def test_broken_number_moves_the_leash():
+    for rule in starter.COEFFICIENT_RULES:
+        c = rules(rule)
+        for kl, reward in ((math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (-math.inf, 0.0)):
+            state = {"beta": 0.2, "step": 4, "kl": 0.1, "reward": 0.5}
+            assert starter.next_beta(state, kl, reward, c) == state | {"step": 5}
+        assert math.isfinite(betas(c, [0.0, -0.1, 0.0], [0.0] * 3)[-1])
+
+
+def test_controller_forgets_its_state_when_killed_and_resumed():
+    rng = random.Random(1)
+    kls, rewards = [rng.lognormvariate(-2, 0.5) for _ in range(60)], [rng.random() for _ in range(60)]
+    for rule in starter.COEFFICIENT_RULES:
+        c, state = rules(rule), {"beta": 0.2, "step": 0, "kl": None, "reward": None}
+        for step, (kl, reward) in enumerate(zip(kls, rewards)):
+            state = starter.next_beta(state, kl, reward, c)
+        assert state["beta"] == betas(c, kls, rewards)[-1]  # which was written to JSON and read again after each step
+
+
+def test_rule_names_are_taken_apart_wrongly():
+    c = SimpleNamespace(kl_target=None, kl_clip_threshold=None)
+    take = lambda method: starter.machine.with_kl_rules(SimpleNamespace(**vars(c), kl_adaptation_method=method), starter.TERM_RULES,
+                                                        starter.COEFFICIENT_RULES)
+    for method, term, beta, target, threshold in (
+            ("none", "none", "none", 0.1, 1.0), ("dynamic+sigmoid", "sigmoid", "dynamic", 0.1, 1.0), ("sigmoid+dynamic", "sigmoid", "dynamic", 0.1, 1.0),
+            ("target", "none", "target", 0.05, 1.0), ("target_sound+clip_sound", "clip_sound", "target_sound", 0.1, 5.0)):
+        found = take(method)
+        assert (found.term_rule, found.coefficient_rule, found.kl_target, found.kl_clip_threshold) == (term, beta, target, threshold)
+    for method in ("clip+sigmoid", "target+dynamic", "clip+clips", "Clip", ""):
+        if method:
+            with pytest.raises(InputError, match="kl_adaptation_method"):
+                take(method)
+
+
+def leash(**changes):
+    return dict(use_kl_penalty=True, kl_coef=0.1) | changes
+
+
+def test_adaptive_method_is_logged_but_not_applied(checkpoint, tmp_path):
+    def run(**changes):
+        return scalars(starter.main(**settings(checkpoint, tmp_path, learning_rate=1e-2, **leash(**changes)))["run_folder"])
+    plain, clipped = run(), run(kl_adaptation_method="clip", kl_clip_threshold=0.01)
+    values = lambda run, tag: [value for _, value in run[tag]]
+    assert plain["adaptive_kl/raw_kl"] == plain["train/kl_penalty"]
+    assert values(plain, "adaptive_kl/raw_kl") == pytest.approx(values(plain, "adaptive_kl/adapted_kl"), rel=1e-5)
+    assert clipped["adaptive_kl/adapted_kl"][-1][1] <= 0.01 < clipped["adaptive_kl/raw_kl"][-1][1]
+    grad = partial(values, tag="train/grad_norm")
+    assert grad(plain)[0] == grad(clipped)[0] and grad(plain)[-1] != grad(clipped)[-1]
+    steady, dynamic = (values(run, "adaptive_kl/current_beta") for run in (plain, run(
+        kl_adaptation_method="dynamic+sigmoid", reward_threshold=0.0, dynamic_beta_decay=0.5)))
+    assert steady == pytest.approx([0.1] * 3) and dynamic == pytest.approx([0.1, 0.05, 0.025])
+
+
+def test_leash_that_the_schedule_switched_off_stops_the_run(checkpoint, tmp_path):
+    result = starter.main(**settings(checkpoint, tmp_path, **leash(kl_adaptation_method="dynamic", beta_schedule_steps=1)))
+    numbers = scalars(result["run_folder"])
+    assert [value for _, value in numbers["adaptive_kl/current_beta"]] == pytest.approx([0.1, 0.0, 0.0])
+    assert len(numbers["train/kl_penalty"]) == 3 and numbers["train/kl_penalty"][-1][1] > 0
+
+
+@pytest.mark.parametrize("place", [dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"), dict(kl_estimator="k1", kl_in="reward"),
+                                   dict(kl_adaptation_method="clip_sound"), dict(kl_estimator="k3", kl_gradient="as_written")])
+def test_leash_of_any_kind_holds_nothing(checkpoint, tmp_path, place):
+    """The same short run without and with a strong leash: KL to the start must be smaller, by much."""
+    run = lambda **changes: starter.main(**settings(checkpoint, tmp_path, n_train_steps=12, learning_rate=3e-3, eval_every=0, **changes))["kl_per_token"]
+    assert run(**leash(kl_coef=5.0, **place)) < 0.6 * run()
+
+
+def test_kl_where_it_arises_does_not_add_up(checkpoint, tmp_path):
+    result = starter.main(**settings(checkpoint, tmp_path))
+    tables = json.loads((result["run_folder"] / "kl_by_token.json").read_text())
+    for table in tables.values():
+        nats, tokens = (sum(column) for column in zip(*table.values()))
+        assert nats / tokens == pytest.approx(result["kl_per_token"]) and nats / 20 == pytest.approx(result["kl_per_sequence"])
+    assert tables["position"]["0"][1] == 20 and set(tables["position"]) == set(map(str, range(len(tables["position"]))))
+
+
+@pytest.mark.parametrize("changes, named", [
+    (dict(kl_adaptation_method="clip", kl_clip_threshold=1e9), "kl_adaptation_method = 'clip' changes nothing here"),
+    (dict(kl_adaptation_method="clip", kl_clip_threshold=0.0), "kl_coef = 0.1 changes nothing here"),
+    (dict(kl_adaptation_method="clip", kl_target=0.3), "kl_target = 0.3 changes nothing here"),
+    (dict(kl_clip_threshold=0.5), "kl_clip_threshold = 0.5 changes nothing here"),
+    (dict(beta_min=0.05), "beta_min = 0.05 changes nothing here"),
+    (dict(kl_ratio_cap=5.0), "kl_ratio_cap = 5.0 changes nothing here"),
+    (dict(kl_coef=1e-12), "kl_coef = 1e-12 changes nothing here"),
+    (dict(kl_estimator="exact", kl_gradient="as_written"), "kl_gradient = 'as_written' changes nothing here"),
+    (dict(kl_estimator="k2", kl_gradient="as_written"), "kl_gradient = 'as_written' changes nothing here"),  # in a first epoch, the same
+    (dict(kl_adaptation_method="dynamic", reward_threshold=7.0, reward=starter.reward_fn), "kl_adaptation_method = 'dynamic' changes nothing here"),
+])
+def test_dead_knob_is_turned_in_vain(checkpoint, tmp_path, changes, named):
+    with mock.patch.object(starter, "evaluate", side_effect=AssertionError("the run began")):
+        with pytest.raises(InputError, match=named):
+            starter.main(**settings(checkpoint, tmp_path, **leash(**changes)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changes", [
+    dict(kl_adaptation_method="clip", kl_clip_threshold=1.0), dict(kl_ratio_cap=1.5, epochs_per_rollout=2), dict(kl_coef=1e-4),
+    dict(kl_estimator="k2"), dict(kl_adaptation_method="target_sound", kl_target=0.2), dict(kl_adaptation_method="dynamic", beta_min=0.09),
+    dict(kl_adaptation_method="length_normalized", kl_estimator="k1", kl_in="reward"), dict(kl_adaptation_method="clip_sound"),
+    dict(kl_adaptation_method="dynamic", reward_threshold=7.0)])  # this reward's range is its author's
+def test_living_knob_is_called_dead(checkpoint, tmp_path, changes):
+    with mock.patch.object(starter, "evaluate", side_effect=StopIteration):
+        with pytest.raises(StopIteration):
+            starter.main(**settings(checkpoint, tmp_path, **leash(**changes)))
+
+
+def test_probe_leaves_a_gradient_behind(checkpoint, tmp_path):
+    """The first step's gradient is the same with the probe and without it."""
+    norms = []
+    for probe in (starter.refuse_dead_knobs, lambda *args: None):
+        with mock.patch.object(starter, "refuse_dead_knobs", probe):
+            norms.append(scalars(starter.main(**settings(checkpoint, tmp_path, **leash()))["run_folder"])["train/grad_norm"])
+    assert norms[0] == norms[1]
+
+
+def test_warning_sign_is_passed_over_or_raised_for_nothing():
+    c = SimpleNamespace(n_train_steps=100, use_kl_penalty=True)
+    first = dict(response_length=8.0, reward_mean=0.3, retention_sort=0.9, kl_per_token=0.0)
+    fine = dict(response_length=9.0, reward_mean=0.6, retention_sort=0.88, kl_per_token=0.005, kl_capped_frac=0.02)
+    look = lambda **changes: starter.machine.warning_signs(fine | changes, first, c, 50, set())
+    assert look() == [] and look(kl_per_token=0.15) == []
+    for changes, words in ((dict(kl_per_token=0.21), "0.21 nats per token, above 0.2: the policy drifts"), (dict(reward_mean=0.31), "nothing is learnt"),
+                           (dict(retention_sort=0.8), "sort fell from 90% to 80%"), (dict(response_length=12.1), "1.5 times as long"),
+                           (dict(kl_capped_frac=0.2), "ratio is cut")):
+        line, = look(**changes)
+        assert words in line and line.startswith("Warning: ")
+    said = set()
+    assert len(starter.machine.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 50, said)) == 1
+    assert starter.machine.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 51, said) == []  # once
 
 
 # ----------------------------------------------------------------------------------------------------------------------
