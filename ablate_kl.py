@@ -244,8 +244,125 @@ def write_consoles():
         (RESULTS / f"console_{name}.txt").write_text(run.stdout)
 
 
+# --- figures: from results/ alone -------------------------------------------------------------------------------------
+
+def curve_of(rows, column):
+    """-> steps, mean over the rows' seeds of a column of their curves."""
+    runs, by_step = {row["run"] for row in rows}, {}
+    for point in read_csv(CURVES):
+        if point["run"] in runs and point[column]:
+            by_step.setdefault(int(point["step"]), []).append(float(point[column]))
+    return zip(*sorted((step, mean(values)) for step, values in by_step.items()))
+
+
+def draw_frontier(plt):
+    """Solved and what is kept, against KL; what is kept against the coefficient."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for grid, label in ((COEFFICIENTS[1:], "exact, by kl_coef"), (ESTIMATORS, "other estimators and places, 1.0"),
+                        (METHODS, "adaptive methods, from 1.0"), ([HOT], "leash off")):
+        groups = groups_of(grid)
+        left.plot([mean(float(r["kl_per_token"]) for r in rows) for _, rows in groups],
+                  [100 * mean(map(retention, rows)) for _, rows in groups],
+                  "o-" if grid is not ESTIMATORS and len(grid) == 7 else "o", label=label, markersize=4)
+    left.set(xlabel="KL(policy || start), nats per token", ylabel="other skills kept, %", xscale="log")
+    left.legend(fontsize=7)
+    groups = groups_of(COEFFICIENTS[1:])
+    _, off = groups_of([HOT])[0]
+    for name, value in (("solved", lambda r: float(r["solved_after"])), ("other skills kept", retention)):
+        line, = right.plot([s["kl_coef"] for s, _ in groups], [100 * mean(map(value, rows)) for _, rows in groups], "o-",
+                           label=name, markersize=4)
+        right.axhline(100 * mean(map(value, off)), color=line.get_color(), linestyle=":", label=f"{name}, leash off")
+    right.set(xlabel="kl_coef", ylabel="%", xscale="log")
+    right.legend(fontsize=7)
+    return figure
+
+
+def draw_methods(plt):
+    """KL and beta over the steps, for the methods that move beta; lengths of all."""
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2))
+    for settings, rows in groups_of([HOT | LEASH, *METHODS]):
+        method = settings["kl_adaptation_method"]
+        if method.startswith(("none", "target", "dynamic")):
+            axes[0].plot(*curve_of(rows, "kl_per_token"), label="constant" if method == "none" else method)
+            axes[1].plot(*curve_of(rows, "current_beta"))
+        axes[2].plot(*curve_of(rows, "response_length"), label=method)
+    axes[0].legend(fontsize=6)
+    for axis, label in zip(axes, ("KL, nats per token", "beta", "response length, tokens (all methods)")):
+        axis.set(xlabel="step", title=label)
+        axis.title.set_fontsize(8)
+    axes[1].set(yscale="log")
+    return figure
+
+
+CLASSES = {"digits": r"\d", "operators": r"[-+*/()=]", "answer tags": r"</?answer>", "EOS": r"<\|end\|>", "other": r"[\s\S]*"}
+
+
+def draw_where(plt):
+    """KL by position in the response, and by class of token: seed 0, leash off and on."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
+    table = read_csv(BY_TOKEN)
+    for shift, (changes, label) in enumerate(((HOT, "leash off"), (HOT | LEASH, "kl_coef 1.0"))):
+        mine = [row for row in table if row["run"] == key_of(changes, 0)]
+        at = {int(row["key"]): float(row["nats"]) / int(row["tokens"]) for row in mine if row["by"] == "position"}
+        left.bar([p + 0.4 * shift for p in at], at.values(), 0.4, label=label)
+        nats, tokens = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0)
+        for row in (row for row in mine if row["by"] == "token"):
+            text = row["key"].split(" ", 1)[1]
+            name = next(name for name, pattern in CLASSES.items() if re.fullmatch(pattern, text))
+            nats[name], tokens[name] = nats[name] + float(row["nats"]), tokens[name] + int(row["tokens"])
+        shown = [name for name in CLASSES if tokens[name]]
+        right.bar([i + 0.4 * shift for i in range(len(shown))], [nats[name] / tokens[name] for name in shown], 0.4)
+        right.set_xticks([i + 0.2 for i in range(len(shown))], shown, fontsize=7)
+    left.set(xlabel="position in the response", ylabel="KL, nats per token")
+    left.legend(fontsize=7)
+    right.set(ylabel="KL, nats per token of the class")
+    return figure
+
+
+def draw_estimators(plt):
+    """k1, k2, k3 and the exact KL of the same tokens over one run: bias and noise on live data."""
+    figure, axis = plt.subplots(figsize=(9, 3))
+    (_, rows), = groups_of([HOT | LEASH])
+    for column in ("kl_k1", "kl_k2", "kl_k3", "kl_per_token"):
+        axis.plot(*curve_of(rows[:1], column), label="exact" if column == "kl_per_token" else column[3:],
+                  linewidth=2 if column == "kl_per_token" else 1)
+    axis.set(xlabel="step", ylabel="KL of the step's tokens, nats per token")
+    axis.legend(fontsize=7)
+    return figure
+
+
+def draw():
+    """All figures of the ablation -> figures/*.png."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    FIGURES.mkdir(exist_ok=True)
+    for name, make in (("frontier", draw_frontier), ("methods", draw_methods), ("where", draw_where),
+                       ("estimators", draw_estimators)):
+        figure = make(plt)
+        figure.tight_layout()
+        figure.savefig(FIGURES / f"kl_{name}.png", dpi=100)
+        plt.close(figure)
+
+
+TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table, "engines": engine_table}
+
+
+def with_tables(text):
+    """README text -> the same with each <!-- table: NAME --> and <!-- console: NAME --> block made from results/."""
+    make = {"table": lambda name: TABLES[name](), "console": console}
+    return re.sub(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)",
+                  lambda m: m[1] + make[m[2]](m[3]) + "\n" + m[4], text, flags=re.S)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--vllm"]:
+    if sys.argv[1:] == ["--tables"]:
+        README.write_text(with_tables(README.read_text()))
+    elif sys.argv[1:] == ["--figures"]:
+        draw()
+    elif sys.argv[1:] == ["--console"]:
+        write_consoles()
+    elif sys.argv[1:] == ["--vllm"]:
         fill([{"engine": "vllm"}])
     elif sys.argv[1:] in ([], ["--full"]):
         fill(FULL if sys.argv[1:] else SHORT)
