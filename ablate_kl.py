@@ -30,7 +30,7 @@ SEEDS = (0, 1, 2)
 HOT = dict(learning_rate=6e-4)
 LEASH = dict(use_kl_penalty=True, kl_coef=1.0, kl_estimator="exact")  # what each factor below is changed from
 ON = dict(use_kl_penalty=True, kl_coef=0.3)  # the README's one edit
-DEFAULT_LR = [{}, *(ON | dict(kl_coef=kl_coef) for kl_coef in (0.01, 0.3, 1.0))]
+DEFAULT_LR = [{}, ON, ON | dict(kl_coef=1.0)]
 COEFFICIENTS = [HOT, *(HOT | LEASH | dict(kl_coef=kl_coef) for kl_coef in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
 ESTIMATORS = [HOT | LEASH | changes for changes in (
     dict(kl_estimator="k3"), dict(kl_estimator="k3", kl_gradient="as_written"),  # k2 as written pulls like k3 reversed
@@ -42,7 +42,7 @@ METHODS = [HOT | LEASH | dict(kl_adaptation_method=method) for method in (
     HOT | LEASH | dict(kl_adaptation_method="clip_sound", kl_estimator="k3"),
     HOT | LEASH | dict(kl_adaptation_method="length_normalized", kl_estimator="k1", kl_in="reward")]
 SHORT = COEFFICIENTS + DEFAULT_LR
-FULL = SHORT + ESTIMATORS + METHODS
+FULL = COEFFICIENTS + ESTIMATORS + METHODS + DEFAULT_LR
 DEFAULTS = dict(learning_rate=3e-4, use_kl_penalty=False, kl_coef=0.0, kl_estimator="k3", kl_gradient="reverse",
                 kl_in="loss", kl_adaptation_method="none", engine="transformers")  # to read a row without starter.py
 
@@ -219,13 +219,55 @@ def engine_table():
     return markdown(["engine", *(f"solved, seed {seed}" for seed in SEEDS)], lines)
 
 
+def solved(rows):
+    return mean(float(row["solved_after"]) for row in rows)
+
+
+def kept(rows):
+    return mean(map(retention, rows))
+
+
 def best_coefficient():
-    """-> settings and rows of the leash that holds most within 2 points of the solved rate without it; both groups."""
+    """-> settings and rows of the leash that keeps most, of those within 2 points of the solved rate without it."""
     (_, off), *on = groups_of(COEFFICIENTS)
-    solved = lambda rows: mean(float(row["solved_after"]) for row in rows)
     near = [(settings, rows) for settings, rows in on if solved(rows) >= solved(off) - 0.02]
-    best = max(near, key=lambda group: mean(map(retention, group[1])), default=(None, off))
-    return best, off
+    return max(near, key=lambda group: kept(group[1]), default=(None, off))
+
+
+def verdict_table():
+    """Claims about KL in GRPO, and what these runs say of each; a verdict follows from its numbers alone."""
+    per_cent = lambda x: f"{100 * x:.0f} %"
+    (_, off), (best, on) = groups_of([HOT])[0], best_coefficient()
+    by_coef = {settings["kl_coef"]: rows for settings, rows in groups_of(COEFFICIENTS[1:])}
+    method = {(s["kl_adaptation_method"], s["kl_in"]): rows for s, rows in groups_of([HOT | LEASH, *METHODS])}
+    mild = groups_of([{}])[0][1]
+    start, gain = mean(retention(row, "before") for row in off), kept(on) - kept(off)
+    low, plain = by_coef[0.01], method["none", "loss"]
+    own, reward = method["length_normalized", "loss"], method["length_normalized", "reward"]
+    length = lambda rows: mean(float(row["response_length_after"]) for row in rows)
+    lines = [
+        ["kl_coef = 0.01 is optimal", f"0.01 keeps {per_cent(kept(low))} of the other skills, "
+         f"{best['kl_coef'] if best else 'none':g} keeps {per_cent(kept(on))}; solved {per_cent(solved(low))} and "
+         f"{per_cent(solved(on))}", "no: here it does next to nothing" if kept(low) < kept(off) + 0.1 else
+         "no: here it is too low" if kept(on) > kept(low) + 0.05 else "yes"],
+        ["without KL the model forgets", f"other skills {per_cent(start)} -> {per_cent(kept(off))} at learning rate "
+         f"{HOT['learning_rate']:g}, -> {per_cent(kept(mild))} at {DEFAULTS['learning_rate']:g}",
+         "yes, if it is trained hard enough" if kept(off) < start - 0.1 else "no"],
+        ["a leash costs reward; with rule-based rewards beta should be 0", f"solved {per_cent(solved(off))} without, "
+         f"{per_cent(solved(on))} with kl_coef = {best['kl_coef'] if best else 0:g}, and {100 * gain:.0f} points more kept",
+         "no" if gain > 0.1 else "yes"],
+        ["start with length normalisation", f"it keeps {per_cent(kept(own))}, the plain term {per_cent(kept(plain))} at "
+         "the same coefficient (it divides the leash by the length)", "no" if kept(own) < kept(plain) - 0.02 else "no harm"],
+        ["longer responses exploit the KL", f"length {length(off):.1f} without leash, {length(plain):.1f} with it, "
+         f"{length(reward):.1f} with KL / length in the reward (this task has no use for longer answers)",
+         "not in this task; see the length experiment" if length(reward) < length(off) + 1 else "yes"],
+        ["clipping the KL keeps the policy near", "KL per token "
+         f"{mean(float(r['kl_per_token']) for r in plain):.3f} plain, "
+         f"{mean(float(r['kl_per_token']) for r in method['clip', 'loss']):.3f} clipped at 1 nat; kept "
+         f"{per_cent(kept(plain))} and {per_cent(kept(method['clip', 'loss']))}",
+         "no: it lets go" if kept(method["clip", "loss"]) < kept(plain) - 0.02 else "it changes little here"],
+    ]
+    return markdown(["claim", "measured", "verdict"], lines)
 
 
 def console(name):
@@ -269,8 +311,8 @@ def draw_frontier(plt):
     groups = groups_of(COEFFICIENTS[1:])
     _, off = groups_of([HOT])[0]
     for name, value in (("solved", lambda r: float(r["solved_after"])), ("other skills kept", retention)):
-        line, = right.plot([s["kl_coef"] for s, _ in groups], [100 * mean(map(value, rows)) for _, rows in groups], "o-",
-                           label=name, markersize=4)
+        kept = [100 * mean(map(value, rows)) for _, rows in groups]
+        line, = right.plot([s["kl_coef"] for s, _ in groups], kept, "o-", label=name, markersize=4)
         right.axhline(100 * mean(map(value, off)), color=line.get_color(), linestyle=":", label=f"{name}, leash off")
     right.set(xlabel="kl_coef", ylabel="%", xscale="log")
     right.legend(fontsize=7)
@@ -294,7 +336,8 @@ def draw_methods(plt):
     return figure
 
 
-CLASSES = {"digits": r"\d", "operators": r"[-+*/()=]", "answer tags": r"</?answer>", "EOS": r"<\|end\|>", "other": r"[\s\S]*"}
+CLASSES = {"digits": r"\d", "operators": r"[-+*/()=]", "answer tags": r"</?answer>", "EOS": r"<\|end\|>",
+           "other": r"[\s\S]*"}
 
 
 def draw_where(plt):
@@ -345,7 +388,8 @@ def draw():
         plt.close(figure)
 
 
-TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table, "engines": engine_table}
+TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table,
+          "engines": engine_table, "verdicts": verdict_table}
 
 
 def with_tables(text):
