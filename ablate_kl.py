@@ -53,6 +53,11 @@ def key_of(changes, seed):
     return json.dumps(changes | {"seed": seed}, sort_keys=True)
 
 
+def id_of(key):
+    """-> 8 letters that stand for a run in the long tables."""
+    return hashlib.sha256(key.encode()).hexdigest()[:8]
+
+
 def read_csv(path):
     """-> rows, oldest first; [] where there is no file."""
     if not path.is_file():
@@ -63,6 +68,8 @@ def read_csv(path):
 
 def append_rows(path, new):
     rows = read_csv(path)
+    if not new:
+        return
     if rows and set(rows[0]) != set(new[0]):
         sys.exit(f"{path} has other columns than this version writes; move it away")
     path.parent.mkdir(exist_ok=True)
@@ -85,19 +92,18 @@ def run_one(changes, seed):
         minutes = (time.perf_counter() - start) / 60
         events = EventAccumulator(str(result["run_folder"])).Reload()
         by_token = json.loads((result["run_folder"] / "kl_by_token.json").read_text())
-    row = {"run": key_of(changes, seed), "seed": seed, "minutes": round(minutes, 2)}
+    row = {"run": key_of(changes, seed), "id": id_of(key_of(changes, seed)), "seed": seed, "minutes": round(minutes, 2)}
     row |= {name: round(result[name], 4) for name in ("kl_per_token", "kl_per_sequence")}
     for moment in ("before", "after"):
         row |= {f"{name}_{moment}": round(value, 4) for name, value in result[moment].items()}
-    tags = [tag for tag in ("train/reward_mean", "train/response_length", "train/kl_per_token", "train/kl_k1",
-                            "train/kl_k2", "train/kl_k3", "adaptive_kl/current_beta", "adaptive_kl/adapted_kl",
-                            "train/grad_norm", "train/entropy")]
+    tags = ("train/reward_mean", "train/response_length", "train/kl_per_token", "train/kl_k1", "train/kl_k2",
+            "train/kl_k3", "adaptive_kl/current_beta")
     have = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in tags if tag in events.Tags()["scalars"]}
-    curve = [{"run": row["run"], "step": step} | {
-        tag.split("/")[1]: f"{have[tag][step]:.5g}" if tag in have else "" for tag in tags}
+    curve = [{"id": row["id"], "step": step} | {
+        tag.split("/")[1]: f"{have[tag][step]:.4g}" if tag in have else "" for tag in tags}
         for step in have["train/reward_mean"] if step % 5 == 0]
-    tokens = [{"run": row["run"], "by": kind, "key": key, "nats": round(nats, 3), "tokens": n}
-              for kind, table in by_token.items() for key, (nats, n) in table.items()]
+    tokens = [{"id": row["id"], "by": kind, "key": key, "nats": round(nats, 2), "tokens": n}
+              for kind, table in by_token.items() for key, (nats, n) in table.items() if seed == SEEDS[0]]
     return row, curve, tokens
 
 
@@ -185,11 +191,10 @@ def coefficient_table():
     skills, one = skills_of(groups[0][1][0]), groups[0][1]
     before = ["", "before training", spread(r["solved_before"] for r in one),
               spread(retention(r, "before") for r in one), "0", "0",
-              *(spread(r[f"retention_{skill}_before"] for r in one) for skill in skills), ""]
+              *(spread(r[f"retention_{skill}_before"] for r in one) for skill in skills)]
     lines = [[f"{s['learning_rate']:g}", f"{s['kl_coef']:g}" if s["use_kl_penalty"] else "off", *numbers(rows),
-              *(spread(r[f"retention_{skill}_after"] for r in rows) for skill in skills),
-              f"{mean(float(r['minutes']) for r in rows):.1f}"] for s, rows in groups]
-    return markdown(["learning rate", "kl_coef", *MEASURED, *skills, "minutes"], [before, *lines]) + note(groups)
+              *(spread(r[f"retention_{skill}_after"] for r in rows) for skill in skills)] for s, rows in groups]
+    return markdown(["learning rate", "kl_coef", *MEASURED, *skills], [before, *lines]) + note(groups)
 
 
 def estimator_table():
@@ -204,10 +209,10 @@ def estimator_table():
 def method_table():
     """Adaptive methods at one starting coefficient."""
     groups, curves = groups_of([HOT, HOT | LEASH, *METHODS]), read_csv(CURVES)
-    last = {row["run"]: row for row in curves}  # the last step of each run
+    last = {row["id"]: row for row in curves}  # the last step of each run
     lines = [[s["kl_adaptation_method"] if s["use_kl_penalty"] else "off",
               f"{s['kl_estimator']} in the {s['kl_in']}" if s["use_kl_penalty"] else "", *numbers(rows),
-              spread((last[r["run"]]["current_beta"] for r in rows), 1, 3) if s["use_kl_penalty"] else "",
+              spread((last[r["id"]]["current_beta"] for r in rows), 1, 3) if s["use_kl_penalty"] else "",
               spread((r["response_length_after"] for r in rows), 1, 1)] for s, rows in groups]
     return markdown(["kl_adaptation_method", "KL", *MEASURED, "beta at the end", "length"], lines) + note(groups)
 
@@ -286,13 +291,150 @@ def write_consoles():
         (RESULTS / f"console_{name}.txt").write_text(run.stdout)
 
 
+# --- tables of verify_kl.py's results ---------------------------------------------------------------------------------
+
+GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
+    ("k1, k2, k3", "k3", "reverse", "loss", "default; with any number of epochs"),
+    ("exact", "exact", "reverse", "loss", "the quietest; when a second pass over the vocabulary is cheap"),
+    ("k1", "k1", "as_written", "loss", "never; refused"),
+    ("k2", "k2", "as_written", "loss", "one epoch per rollout"),
+    ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
+    ("k1, k3", "k3", "reverse", "loss_to_go", "sequence KL, one epoch, large vocabulary"),
+    ("exact", "exact", "reverse", "loss_to_go", "sequence KL, one epoch; the quietest of these"),
+    ("k2", "k2", "reverse", "loss_to_go", "never; refused"),
+    ("k1", "k1", "", "reward", "sequence KL, one epoch, as in PPO for RLHF"),
+    ("k2", "k2", "", "reward", "never; refused"),
+    ("k3", "k3", "", "reward", "never; refused"),
+]
+TARGETS = {"reverse KL per token": "exact", "KL of whole responses": "exact", "zero": "**zero**",
+           "forward KL per token": "that of KL(start ‖ policy)", "minus KL(old || policy)": "**pushes away** from old"}
+
+
+def gradient_table():
+    """Estimator x gradient x placement: what its expected gradient is, by enumeration."""
+    rows = [row for row in read_csv(RESULTS / "kl_gradients.csv") if not row["note"]]
+
+    def cell(policy, sampled_by, estimator, gradient, place):
+        mine = [row for row in rows if (row["policy"], row["sampled by"], row["estimator"], row["gradient"],
+                                        row["placement"]) == (policy, sampled_by, estimator, gradient, place)]
+        exact = [TARGETS[row["target"]] for row in mine if row["claim"] == "exact"]
+        whole = [row for row in mine if row["target"] == "KL of whole responses"]
+        if policy != "one step" and not whole:
+            cosine = mine[0]["median cosine to sequence KL"]
+            return "zero" if cosine in ("", "nan") else f"another; cosine {float(cosine):.2f}"
+        shown = whole[0] if policy != "one step" else mine[0]
+        if shown["claim"] == "exact" or policy == "one step" and exact:
+            return "exact" if shown["claim"] == "exact" else exact[0]
+        return f"off by {100 * float(shown['median relative error']):.0f} %"
+
+    lines = [[name, "its own" if estimator == "exact" else gradient, place,
+              *(cell(policy, by, estimator, gradient, place) for policy, by in (
+                  ("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy"))), use]
+             for name, estimator, gradient, place, use in GRADIENT_ROWS]
+    return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, own samples", "one token, older samples",
+                     "KL of whole responses, own samples", "use"], lines)
+
+
+def value_table():
+    """Bias and spread of each estimator's value."""
+    rows = [row for row in read_csv(RESULTS / "kl_variance.csv") if row["of"] == "value" and row["vocabulary"] == "7"]
+    lines = [[row["what"], row["drift"], f"{float(row['bias']):+.1e}" if abs(float(row["bias"])) > 1e-12 else "0",
+              f"{float(row['rms error']):.3f}"] for row in sorted(rows, key=lambda row: row["what"])]
+    return markdown(["value", "drift", "bias, nats", "rms error of one token, nats"], lines)
+
+
+def variance_table():
+    """How much quieter than k1 in the reward each gradient is."""
+    rows = {(row["what"], row["drift"]): row for row in read_csv(RESULTS / "kl_variance.csv")
+            if row["of"] == "gradient" and row["vocabulary"] == "7"}
+    tiny = {f"{row['estimator']} {row['kl_in']}": float(row["of k1 in the reward"])
+            for row in read_csv(RESULTS / "kl_variance_tiny.csv")}
+    lines = []
+    for name, key in (("k1 in the reward", "k1 reward"), ("k1 loss_to_go", "k1 loss_to_go"),
+                      ("k3 loss_to_go", "k3 loss_to_go"), ("exact loss_to_go", "exact loss_to_go"),
+                      ("exact in the loss", "exact loss")):
+        ratios = [1 / float(rows[name, drift]["k1 in the reward / this"]) for drift in ("small", "large")]
+        bias = float(rows[name, "large"]["bias"])
+        lines.append([name, *(f"{x:.2f}" for x in (*ratios, tiny[key])), "none" if bias < 1e-10 else f"{bias:.2f}"])
+    return markdown(["gradient of the sequence KL", "variance, small drift", "large drift", "built-in model",
+                     "bias, large drift"], lines)
+
+
+def explosion_table():
+    rows, names = read_csv(RESULTS / "kl_explosion.csv"), []
+    for row in rows:
+        if row["KL term"] not in names:
+            names.append(row["KL term"])
+    lines = []
+    for name in names:
+        mine = [row for row in rows if row["KL term"] == name and row["seed"].isdigit()]
+        norms = sorted(float(row["largest gradient norm"]) for row in mine)
+        kls = sorted(float(row["last KL per token"]) for row in mine)
+        lines.append([name, f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}", f"{norms[len(norms) // 2]:.2g}",
+                      f"{kls[len(kls) // 2]:.2f}"])
+    return markdown(["KL term in the loss", "seeds with a gradient norm above 1e6", "largest norm, median",
+                     "KL per token at the end, median"], lines)
+
+
+def length_table():
+    lines = [[row["KL in"], row["kl_coef"], *(f"{float(row[column]):.2f}" for column in (
+        "P(answer)", "mean length", "KL per response", "KL per token"))] for row in read_csv(RESULTS / "kl_length.csv")]
+    return markdown(["KL in", "kl_coef", "P(answer)", "mean length", "KL per response", "KL per token"], lines)
+
+
+def controller_rows():
+    """-> of the runs with the rule target_sound: share of the second half within half of the target, largest / target."""
+    found = []
+    for _, rows in groups_of([HOT | LEASH | dict(kl_adaptation_method="target_sound")]):
+        for row in rows:
+            kl = [float(p["kl_per_token"]) for p in read_csv(CURVES) if p["id"] == row["id"]]
+            late = kl[len(kl) // 2:]
+            found.append((mean(0.05 <= x <= 0.15 for x in late), max(kl) / 0.1))
+    return found
+
+
+def rule_table():
+    """Adaptive methods: as in print, what that does, what to use."""
+    rows = {(row["experiment"], row["rule"], row["at"]): row["value"] for row in read_csv(RESULTS / "kl_adaptive.csv")}
+
+    def value(experiment, rule, at):
+        return next(x for (e, r, a), x in rows.items() if e.startswith(experiment) and r == rule and a.startswith(at))
+
+    per_own = {row["KL in"]: row for row in read_csv(RESULTS / "kl_length.csv")}
+    own = next(row for name, row in per_own.items() if "own length" in name)
+    ratchet, calm = (float(value("beta / first", rule, "step 100, median")) for rule in ("dynamic", "dynamic_sound"))
+    over = {rule: float(value("largest KL / target", rule, "pull 0.005")) for rule in ("target", "target_sound")}
+    held = controller_rows()
+    live = (f"; built-in model: {100 * min(x for x, _ in held):.0f} % of the second half or more within half of the target, "
+            f"largest {max(x for _, x in held):.1f} times" if held else "")
+    lines = [
+        ["`clip`", "min(KL, `kl_clip_threshold` 1.0)", f"slope {value('slope', 'clip', 'KL 1.01')} past the threshold: lets go "
+         "of what drifted furthest; it can even turn the pull around (cosine down to "
+         f"{float(value('cosine', 'clip', 'k1, lowest')):.2f})", "`clip_sound`: the log-ratio is cut at ±5 nats, the pull stays"],
+        ["`sigmoid`", "sigmoid(KL - `kl_target` 0.1) · KL", f"close to the constant 0.5: slope {value('slope', 'sigmoid', 'KL 0,')} "
+         f"at 0 and {value('slope', 'sigmoid', 'KL 0.2')} at 0.2 nats; of the wrong sign far below 0",
+         "`sigmoid_sound`: a softplus hinge, slope 0 below the target and 1 above"],
+        ["`length_normalized`", "KL / own length", f"in the reward responses grow to {float(own['mean length']):.0f} tokens (from 5): "
+         "it creates the exploit it is said to prevent; in the loss it weakens the leash by the length",
+         "`length_normalized_sound`: a constant divisor, `max_new_tokens`; or none"],
+        ["`dynamic`", "x `dynamic_beta_decay` 0.9 when the mean reward is above `reward_threshold` 0.8; `beta_min` 0 from step "
+         "`beta_schedule_steps` 1000 on", f"a ratchet: at a true mean of 0.75 with noise 0.08 beta is at {100 * ratchet:.0f} % after "
+         "100 steps; then the leash is cut", f"`dynamic_sound`: averages, down and up, floor 0.1 `kl_coef`, a falling ceiling "
+         f"({100 * calm:.0f} % in the same test)"],
+        ["`target`", "x 1.5 above 1.5 `kl_target` (0.05), x 0.75 below half of it", "winds down while nothing has drifted, then "
+         f"overshoots {over['target']:.0f} times", f"`target_sound`: log-steps on an average, within 0.1 to 10 `kl_coef` "
+         f"(overshoot {over['target_sound']:.1f} in the same test{live})"],
+    ]
+    return markdown(["`kl_adaptation_method`", "as in print", "what it does", "what to use"], lines)
+
+
 # --- figures: from results/ alone -------------------------------------------------------------------------------------
 
 def curve_of(rows, column):
     """-> steps, mean over the rows' seeds of a column of their curves."""
-    runs, by_step = {row["run"] for row in rows}, {}
+    runs, by_step = {row["id"] for row in rows}, {}
     for point in read_csv(CURVES):
-        if point["run"] in runs and point[column]:
+        if point["id"] in runs and point[column]:
             by_step.setdefault(int(point["step"]), []).append(float(point[column]))
     return zip(*sorted((step, mean(values)) for step, values in by_step.items()))
 
@@ -345,7 +487,7 @@ def draw_where(plt):
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
     table = read_csv(BY_TOKEN)
     for shift, (changes, label) in enumerate(((HOT, "leash off"), (HOT | LEASH, "kl_coef 1.0"))):
-        mine = [row for row in table if row["run"] == key_of(changes, 0)]
+        mine = [row for row in table if row["id"] == id_of(key_of(changes, 0))]
         at = {int(row["key"]): float(row["nats"]) / int(row["tokens"]) for row in mine if row["by"] == "position"}
         left.bar([p + 0.4 * shift for p in at], at.values(), 0.4, label=label)
         nats, tokens = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0)
@@ -389,7 +531,8 @@ def draw():
 
 
 TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table,
-          "engines": engine_table, "verdicts": verdict_table}
+          "engines": engine_table, "verdicts": verdict_table, "gradients": gradient_table, "values": value_table,
+          "variance": variance_table, "explosion": explosion_table, "length": length_table, "rules": rule_table}
 
 
 def with_tables(text):

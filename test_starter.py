@@ -29,7 +29,9 @@ import pytest
 import starter  # before torch: it sets variables that torch and vLLM read
 from starter import InputError, Response, RunStopped
 
+import ablate_kl
 import make_tiny
+import verify_kl
 import torch
 
 HERE = Path(__file__).parent
@@ -870,6 +872,42 @@ def test_warning_sign_is_passed_over_or_raised_for_nothing():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The truth table of verify_kl.py, at fewer policies and seeds, and what is published of it
+
+def test_verify_kl_claim_is_false():
+    rows = verify_kl.gradient_rows(2)
+    assert [row for row in rows if row["holds"] is not True] == []
+    assert max(row["largest error"] for row in rows if row["claim"] == "exact") < 1e-10
+    assert sum(row["claim"] == "wrong" and row["median relative error"] > 0.1 for row in rows) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make, settings", [
+    ("variance_rows", {"n_policies": 1}), ("fixed_point_rows", {}), ("length_rows", {}), ("adaptive_rows", {})])
+def test_verify_kl_bar_is_missed(make, settings):
+    rows = getattr(verify_kl, make)(**settings)
+    assert any(row["holds"] is True for row in rows) and [row for row in rows if row["holds"] is False] == []
+
+
+@pytest.mark.slow
+def test_default_explodes_or_k3_as_written_does_not():
+    written, default = (verify_kl.explosion_run(0, **verify_kl.EXPLOSION[name])[0] for name in ("k3 as written", "k3, reverse (default)"))
+    assert written > 1e6 and default < 1
+
+
+def test_published_result_misses_its_bar():
+    """The rows in results/ themselves: what the README says of them is drawn from these files."""
+    rows = [row for name in ("gradients", "variance", "fixed_points", "explosion", "length", "adaptive")
+            for row in ablate_kl.read_csv(HERE / "results" / f"kl_{name}.csv")]
+    assert len(rows) > 200 and [row for row in rows if row["holds"] == "no"] == []
+    controllers = ablate_kl.controller_rows()
+    assert len(controllers) == 3 and all(held >= 0.9 and over < 2 for held, over in controllers)
+    (settings, on), off = ablate_kl.best_coefficient()
+    assert len(on) == len(off) == 3 and ablate_kl.solved(on) >= ablate_kl.solved(off) - 0.02
+    assert ablate_kl.kept(on) >= ablate_kl.kept(off) + 0.2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # vLLM
 
 @pytest.fixture(scope="session")
@@ -1126,7 +1164,7 @@ def test_tag_is_logged_but_not_explained_or_explained_but_not_logged(checkpoint,
 
 
 def test_readme_shows_other_numbers_than_the_results():
-    import ablate_kl
+    assert not [path for path in re.findall(r"\]\((figures/[^)]*)\)", README) if not (HERE / path).is_file()]
     assert ablate_kl.with_tables(README) == README
 
 
@@ -1267,6 +1305,8 @@ def survives(fault):
     with tempfile.TemporaryDirectory() as folder:
         for path in (*HERE.glob("*.py"), HERE / "pytest.ini", HERE / "README_KL.md"):
             shutil.copy(path, folder)
+        for part in ("results", "figures"):
+            shutil.copytree(HERE / part, Path(folder, part))
         Path(folder, "starter.py").write_text(SOURCE.replace(before, after))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-k", "not budgets"]
         try:
