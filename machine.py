@@ -214,6 +214,8 @@ def check_kl(c, knobs):
     pull = {"k1": "its expected gradient is zero", "k2": "reverse KL in a rollout's first epoch, biased in later ones",
             "k3": "it pulls with the gradient of forward KL(reference || policy)"}
     lines = [f"KL term: {estimator} as written; {pull[estimator]}"] if written and estimator in pull else []
+    if place == "loss_to_go" and estimator == "k3":
+        lines.append("KL term: the k3 of later tokens grows without bound and enters the gradient; 'exact' stays quiet")
     if place != "loss" and c.loss_average == "grpo":
         lines.append(f"KL term: kl_in = {place!r} under loss_average = 'grpo' is weighted by 1 / own length, which is "
                      "not the gradient of the sequence KL; 'dr_grpo' is")

@@ -424,7 +424,7 @@ def kl_with_gradient(policy_log_probs, ref_log_probs, ratio, exact_kl=None, kl_e
     ones (r is cut at kl_ratio_cap, d at +-kl_log_ratio_cap). "as_written": autograd through the estimator. "exact":
     exact_kl (B, T), summed over the vocabulary, brings its own.
     """
-    if kl_estimator == "exact":
+    if kl_estimator == "exact" and exact_kl is not None:
         return exact_kl
     if kl_gradient == "as_written":
         return compute_kl_divergence(policy_log_probs, ref_log_probs, kl_estimator)
@@ -467,10 +467,10 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                  kl_in="loss", kl_rule=None, kl_ratio_cap=2.0, kl_log_ratio_cap=math.inf):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef * KL, metadata.
 
-    kl_in "loss": a token pays for its own KL. "loss_to_go": its score pays for that of later tokens too, which is the
-    gradient of the whole sequence's KL, with "exact" at the lowest variance (Rao-Blackwell). "reward": the advantages
-    hold it already. kl_rule: (kl (B, T), lengths (B, 1)) -> what is penalised. importance_weights: (B, T) truncated old
-    / sampler probability, on the policy term (arXiv:2508.04700). Metadata: means over the mask, log-ratios up to +-20.
+    kl_in "loss": a token pays for its own KL. "loss_to_go": its score pays for that of later tokens too; on own samples
+    that is the gradient of the whole sequence's KL, with "exact" at the lowest variance (Rao-Blackwell). "reward": the
+    advantages hold it. kl_rule: (kl (B, T), lengths (B, 1)) -> what is penalised. importance_weights: (B, T) truncated
+    old / sampler probability, on the policy term (arXiv:2508.04700). Metadata: means over the mask, d cut at +-20.
     """
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy, old = (torch.where(mask, x, 0.0) for x in (policy_log_probs, old_log_probs))
@@ -616,7 +616,7 @@ def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
             found.append(torch.tensor([state["beta"], loss], device=loss.device))
         return torch.cat(found)
 
-    values = vars(c) | {"kl_target": None, "kl_clip_threshold": None} | {name: value for name, (value, _) in knobs.items()}
+    values = vars(c) | {"kl_target": None, "kl_clip_threshold": None} | {k: value for k, (value, _) in knobs.items()}
     for name, (value, other) in knobs.items():
         both = [machine.with_kl_rules(SimpleNamespace(**(values | {name: x})), TERM_RULES, COEFFICIENT_RULES)
                 for x in (value, other)]

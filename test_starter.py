@@ -773,6 +773,11 @@ def test_rule_names_are_taken_apart_wrongly():
                 take(method)
 
 
+def test_exact_kl_that_was_not_handed_over_is_taken_for_zero():
+    with pytest.raises(InputError, match="kl_estimator = 'exact' must be 'k1', 'k2' or 'k3' for two log-probs"):
+        starter.compute_loss(torch.zeros(1, 1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2, torch.zeros(1, 2), 0.1, kl_estimator="exact")
+
+
 def leash(**changes):
     return dict(use_kl_penalty=True, kl_coef=0.1) | changes
 
@@ -875,7 +880,7 @@ def test_warning_sign_is_passed_over_or_raised_for_nothing():
 # The truth table of verify_kl.py, at fewer policies and seeds, and what is published of it
 
 def test_verify_kl_claim_is_false():
-    rows = verify_kl.gradient_rows(2)
+    rows = verify_kl.gradient_rows(3)
     assert [row for row in rows if row["holds"] is not True] == []
     assert max(row["largest error"] for row in rows if row["claim"] == "exact") < 1e-10
     assert sum(row["claim"] == "wrong" and row["median relative error"] > 0.1 for row in rows) >= 8

@@ -665,7 +665,8 @@ def main():
     torch.set_num_threads(1)  # tensors of a few hundred numbers: more threads only wait for each other
     start, held = time.perf_counter(), []
     for name, rows_of in (("gradients", gradient_rows), ("variance", variance_rows), ("variance_tiny", tiny_rows),
-                          ("fixed_points", fixed_point_rows), ("explosion", explosion_rows), ("length", length_rows), ("adaptive", adaptive_rows)):
+                          ("fixed_points", fixed_point_rows), ("explosion", explosion_rows), ("length", length_rows),
+                          ("adaptive", adaptive_rows)):
         rows = rows_of()
         publish(name, rows)
         held += [row["holds"] for row in rows if row.get("holds", "") != ""]
