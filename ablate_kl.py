@@ -2,7 +2,7 @@
 
     python ablate_kl.py               the short grid: coefficients, leash off and on (a killed sweep goes on)
     python ablate_kl.py --full        also estimators, placements, adaptive methods: some 70 runs, over an hour
-    python ablate_kl.py --vllm        leash off, sampled by vLLM (needs it installed)
+    python ablate_kl.py --engines     leash off, sampled by transformers and by vLLM -> results/engines.csv (needs vLLM)
     python ablate_kl.py --console     the README's runs, leash off and on, as a user sees them -> results/console_*.txt
     python ablate_kl.py --figures     draws figures/ from results/ alone (needs matplotlib)
     python ablate_kl.py --tables      writes tables and outputs into README_KL.md, from results/ alone
@@ -26,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS, FIGURES, README = HERE / "results", HERE / "figures", HERE / "README_KL.md"
 CSV, CURVES, BY_TOKEN = (RESULTS / f"kl_{name}.csv" for name in ("ablation", "curves", "by_token"))
+ENGINES = RESULTS / "engines.csv"
 SEEDS = (0, 1, 2)
 HOT = dict(learning_rate=6e-4)
 LEASH = dict(use_kl_penalty=True, kl_coef=1.0, kl_estimator="exact")  # what each factor below is changed from
@@ -107,14 +108,14 @@ def run_one(changes, seed):
     return row, curve, tokens
 
 
-def fill(grid):
+def fill(grid, path=CSV):
     """Runs what the csv does not hold yet; what a run gives is written as soon as it is there."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the children's
     import starter
     model = hashlib.sha256((starter.machine.find_model("tiny") / "model.safetensors").read_bytes()).hexdigest()[:8]
-    have = read_csv(CSV)
+    have = read_csv(path)
     if any(row["model"] != model for row in have):  # its weights differ from one kind of processor to another
-        sys.exit(f"{CSV} was made with another build of the built-in model; move it away, or go on where it was made")
+        sys.exit(f"{path} was made with another build of the built-in model; move it away, or go on where it was made")
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
     have = {row["run"] for row in have}
@@ -123,9 +124,10 @@ def fill(grid):
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
         for done in as_completed([pool.submit(run_one, *job) for job in todo]):
             row, curve, tokens = done.result()
-            append_rows(CSV, [row | {"commit": commit, "model": model}])
-            append_rows(CURVES, curve)
-            append_rows(BY_TOKEN, tokens)
+            append_rows(path, [row | {"commit": commit, "model": model}])
+            if path == CSV:
+                append_rows(CURVES, curve)
+                append_rows(BY_TOKEN, tokens)
             print(f"{row['run']}: solved {row['solved_after']:.1%}, {row['minutes']} min", flush=True)
 
 
@@ -219,8 +221,9 @@ def method_table():
 
 def engine_table():
     """Solved after training, leash off, seed by seed, with either engine."""
-    lines = [[s["engine"], *(f"{100 * float(r['solved_after']):.1f}" for r in sorted(rows, key=lambda r: r["seed"]))]
-             for s, rows in groups_of([{}, {"engine": "vllm"}])]
+    rows = sorted(read_csv(ENGINES), key=lambda row: row["seed"])
+    lines = [[engine, *(f"{100 * float(r['solved_after']):.1f}" for r in rows if settings_of(r)["engine"] == engine)]
+             for engine in ("transformers", "vllm")]
     return markdown(["engine", *(f"solved, seed {seed}" for seed in SEEDS)], lines)
 
 
@@ -558,9 +561,9 @@ if __name__ == "__main__":
         draw()
     elif sys.argv[1:] == ["--console"]:
         write_consoles()
-    elif sys.argv[1:] == ["--vllm"]:
-        fill([{"engine": "vllm"}])
+    elif sys.argv[1:] == ["--engines"]:
+        fill([{}, {"engine": "vllm"}], ENGINES)
     elif sys.argv[1:] in ([], ["--full"]):
         fill(FULL if sys.argv[1:] else SHORT)
     else:
-        sys.exit("usage: python ablate_kl.py [--full | --vllm | --console | --figures | --tables]")
+        sys.exit("usage: python ablate_kl.py [--full | --engines | --console | --figures | --tables]")
