@@ -596,32 +596,34 @@ def check_log_probs(microbatches, step, first_diff, bf16):
 def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
     """InputError for a KL setting that changes nothing: loss, gradient, coefficient. knobs: {name: (value, default)}.
 
-    One microbatch, and a walk of the coefficient rule, with and without it. The reference is another one: at the start
-    it is the policy itself, and no setting could do anything.
+    One microbatch, and a walk of the coefficient rule, with and without it. The reference moves away from the policy
+    token by token: at the start it is the policy itself, and no setting could do anything.
     """
     batch = make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
     batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-    batch["ref_hidden"] = 2 * response_hidden(ref_model, batch["input_ids"], batch["response_mask"]).roll(1, 0)
-    if c.epochs_per_rollout > 1:  # later ones have ratios
+    hidden = response_hidden(ref_model, batch["input_ids"], batch["response_mask"])  # (N, H)
+    far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
+    batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
+    if c.epochs_per_rollout > 1:  # there are ratios
         batch["old_log_probs"] = batch["rollout_log_probs"].flip(0)
     last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
     walk = [(1.0, 1.0 if c.reward is reward_fn else math.inf), (0.1, 0.0), (0.01, 0.5), (0.03, 0.85)]  # KL, reward
 
     def effects(name, c):
         loss, _, _ = grpo_microbatch_step(policy, batch, ref_model=ref_model, kl_coef=c.kl_coef, **step_settings(c))
-        found, state = [last.grad.flatten().float()], {"beta": c.kl_coef, "step": 0, "kl": None, "reward": None}
+        gradient, betas, state = last.grad.clone(), [], {"beta": c.kl_coef, "step": 0, "kl": None, "reward": None}
         policy.zero_grad()
         for i in range(max(8, c.n_train_steps) if name != "kl_coef" else 0):
             state = next_beta(state, walk[i % 4][0], min(walk[i % 4][1], c.reward_threshold + 1), c)
-            found.append(torch.tensor([state["beta"], loss], device=loss.device))
-        return torch.cat(found)
+            betas.append(state["beta"])
+        return [gradient, torch.tensor(betas), loss] if betas else [gradient]
 
     values = vars(c) | {"kl_target": None, "kl_clip_threshold": None} | {k: value for k, (value, _) in knobs.items()}
     for name, (value, other) in knobs.items():
         both = [machine.with_kl_rules(SimpleNamespace(**(values | {name: x})), TERM_RULES, COEFFICIENT_RULES)
                 for x in (value, other)]
         with_it, without = (effects(name, c) for c in both)
-        if both[0] != both[1] and (with_it - without).norm() <= 1e-6 * with_it.norm():
+        if both[0] != both[1] and all((a - b).norm() <= 1e-6 * a.norm() for a, b in zip(with_it, without)):
             raise InputError(f"{name} = {value!r} changes nothing here: loss and gradient are the same without it; "
                              f"{'use a larger one' if name == 'kl_coef' else f'leave it at {other!r}'}")
 
