@@ -576,8 +576,7 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
 def check_log_probs(microbatches, step, first_diff, bf16):
     """The canary, on the whole step before its first update -> mean and max |sampler - trainer| log-prob.
 
-    float32: at most 1e-3 (healthy: below 1e-4). bf16 engines round, 0.01 to 0.1: there it must not grow beyond that of
-    step 1, first_diff, at which the sampler holds the checkpoint itself.
+    float32: at most 1e-3. bf16 engines round by 0.01 to 0.1: there it must not outgrow first_diff, that of step 1.
     """
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
@@ -604,8 +603,7 @@ def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
     hidden = response_hidden(ref_model, batch["input_ids"], batch["response_mask"])  # (N, H)
     far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
     batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
-    if c.epochs_per_rollout > 1:  # there are ratios
-        batch["old_log_probs"] = batch["rollout_log_probs"].flip(0)
+    batch |= {"old_log_probs": batch["rollout_log_probs"].flip(0)} if c.epochs_per_rollout > 1 else {}  # ratios
     last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
     walk = [(1.0, 1.0 if c.reward is reward_fn else math.inf), (0.1, 0.0), (0.01, 0.5), (0.03, 0.85)]  # KL, reward
 

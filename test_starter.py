@@ -851,6 +851,14 @@ def test_living_knob_is_called_dead(checkpoint, tmp_path, changes):
             starter.main(**settings(checkpoint, tmp_path, **leash(**changes)))
 
 
+@pytest.mark.slow
+def test_adaptive_method_is_called_dead_on_the_built_in_model(tiny_model, tmp_path):
+    """Every method of the ablation: whichever responses the probe happens to sample, some tokens are near and some far."""
+    for changes, seed in itertools.product(ablate_kl.METHODS, (0, 1)):
+        with mock.patch.object(starter, "evaluate", side_effect=StopIteration), pytest.raises(StopIteration):
+            starter.main(seed=seed, out_dir=str(tmp_path), engine="transformers", n_train_problems=100, **changes)
+
+
 def test_probe_leaves_a_gradient_behind(checkpoint, tmp_path):
     """The first step's gradient is the same with the probe and without it."""
     norms = []
