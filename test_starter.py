@@ -915,7 +915,7 @@ def test_published_result_misses_its_bar():
     assert len(rows) > 200 and [row for row in rows if row["holds"] == "no"] == []
     controllers = ablate_kl.controller_rows()
     assert len(controllers) == 3 and all(held >= 0.9 and over < 2 for held, over in controllers)
-    (settings, on), off = ablate_kl.best_coefficient()
+    (_, on), ((_, off),) = ablate_kl.best_coefficient(), ablate_kl.groups_of([ablate_kl.HOT])
     assert len(on) == len(off) == 3 and ablate_kl.solved(on) >= ablate_kl.solved(off) - 0.02
     assert ablate_kl.kept(on) >= ablate_kl.kept(off) + 0.2
 
