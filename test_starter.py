@@ -335,6 +335,12 @@ def test_metadata_counts_padding_or_reports_one_side_of_the_clip_as_the_other():
     assert metadata["clip_frac"] == pytest.approx(2 / 6) and metadata["ratio_mean"] == pytest.approx(5.5 / 6)
     d = [0.5 * math.log(r) for r in (0.5, 0.5, 1.5, 1.5, 1.0, 0.5)]
     assert metadata["kl_penalty_mean"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / 6, rel=1e-5)
+    for name, value in (("kl_k1", lambda x: x), ("kl_k2", lambda x: x * x / 2), ("kl_k3", lambda x: math.exp(-x) - 1 + x)):
+        assert metadata[name] == pytest.approx(sum(map(value, d)) / 6, rel=1e-5)
+    assert metadata["kl_per_token"] == metadata["kl_k3"]  # without the reference's hidden states the exact one is not known
+    exact_kl = torch.tensor([[1.0, 2, 3, 99], [4, 5, 6, 99]])
+    _, metadata = starter.compute_loss(torch.ones(2, 1), ratio.log(), torch.zeros(2, 4), 0.2, 0.5 * ratio.log(), 0.1, mask=mask, exact_kl=exact_kl)
+    assert metadata["kl_per_token"] == 3.5 and metadata["kl_penalty_mean"] == metadata["kl_k3"]
 
 
 @needs_trl
@@ -904,7 +910,7 @@ def test_verify_kl_bar_is_missed(make, settings):
 
 @pytest.mark.slow
 def test_default_explodes_or_k3_as_written_does_not():
-    written, default = (verify_kl.explosion_run(0, **verify_kl.EXPLOSION[name])[0] for name in ("k3 as written", "k3, reverse (default)"))
+    written, default = (verify_kl.explosion_run(0, **verify_kl.EXPLOSION[name])["largest gradient norm"] for name in ("k3 as written", "k3, reverse (default)"))
     assert written > 1e6 and default < 1
 
 
