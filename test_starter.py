@@ -801,6 +801,8 @@ def test_adaptive_method_is_logged_but_not_applied(checkpoint, tmp_path):
     steady, dynamic = (values(run, "adaptive_kl/current_beta") for run in (plain, run(
         kl_adaptation_method="dynamic+sigmoid", reward_threshold=0.0, dynamic_beta_decay=0.5)))
     assert steady == pytest.approx([0.1] * 3) and dynamic == pytest.approx([0.1, 0.05, 0.025])
+    halved = grad(run(kl_adaptation_method="dynamic", reward_threshold=0.0, dynamic_beta_decay=0.5))
+    assert halved[0] == grad(plain)[0] and halved[-1] != grad(plain)[-1]  # beta is not only logged
 
 
 def test_leash_that_the_schedule_switched_off_stops_the_run(checkpoint, tmp_path):
