@@ -85,7 +85,7 @@ def append_rows(path, new):
 
 
 def run_one(changes, seed):
-    """One training run, in a process of its own -> its row, its curve (a row every 10 steps), its KL by token."""
+    """One training run, in a process of its own -> its row, its curve (a row every 5 steps), its KL by token."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)  # a dozen runs' consoles at once tell nobody anything
     import starter

@@ -1,4 +1,5 @@
-"""machine.py: what starter.py needs from the machine and says nothing about GRPO. No formula stands here.
+"""machine.py: what starter.py needs around the algorithm: the machine, the input table and its refusals, warnings, the
+report, vLLM's start and weights. Nothing here enters a loss or a gradient.
 
 Imported before torch, because the variables below are read when torch and vLLM are loaded.
 """
