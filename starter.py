@@ -11,10 +11,11 @@ reference), which k3 as written does not have; the sampler's own log-probs corre
 differently from the trainer. The loss measures nothing: watch the reward.
 """
 import machine  # first: it sets variables that torch and vLLM read when they are imported
-from machine import InputError, RunStopped, init_vllm, load_policy_into_vllm_instance
+import checks
+from checks import check_log_probs
+from machine import InputError, RunStopped, init_vllm, load_policy_into_vllm_instance, timed
 
 import ast
-import contextlib
 import copy
 import math
 import operator
@@ -88,7 +89,7 @@ def gsm8k_problems(c):
     def read(path):
         return [{"prompt": GSM8K_PROMPT.format(question=row["question"]),
                  "answer": row["answer"].rpartition("####")[2].strip()}
-                for row in machine.read_jsonl(path, ("question", "answer"))]
+                for row in checks.read_jsonl(path, ("question", "answer"))]
 
     problems = read(c.train_file)
     held_out = read(c.eval_file) if c.eval_file else [p for p in problems if is_held_out(p["prompt"])]
@@ -114,9 +115,7 @@ def init_policy(model_id, device):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     policy = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_id)
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"the tokenizer of {model_id} has no EOS token, so no response could end; set its eos_token")
-    machine.check_head(policy, model_id)
+    checks.check_model(policy, tokenizer, model_id)
     return policy, tokenizer
 
 
@@ -148,6 +147,7 @@ def rollout_with_vllm(llm, prompts, group_size, max_new_tokens, temperature, see
     settings = dict(n=group_size, temperature=temperature, max_tokens=max_new_tokens, logprobs=0, detokenize=False,
                     stop_token_ids=[eos_token_id], ignore_eos=True)  # that token alone, not generation_config's list
     params = [SamplingParams(seed=seed + i * group_size, **settings) for i in range(len(prompts))]
+    llm.reset_prefix_cache()  # bits then depend on nothing that was sampled before: a resumed run repeats them
     with machine.random_states_kept():  # a CPU engine draws from torch's global generator too
         requests = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [Response(prompt, list(out.token_ids), [lp[t].logprob for t, lp in zip(out.token_ids, out.logprobs)],
@@ -187,6 +187,11 @@ def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, tempe
             responses.append(Response(chunk[i // group_size], row[:end], log_prob_row[:end], eos_token_id in row))
     policy.train(mode)
     return responses
+
+
+def sampling(c, tokenizer):
+    """-> what every rollout has in common."""
+    return dict(max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
 
 
 def rollout(policy, llm, prompts, **settings):
@@ -249,12 +254,11 @@ def reward_fn(response_text, problem):
     return 1.0 if solved else 0.1
 
 
-def score(responses, problems, tokenizer, reward):
+def score(responses, problems, tokenizer, reward, c):
     """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards."""
-    group_size = len(responses) // len(problems)
     texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    rewards = [machine.checked_reward(reward, text, problems[i // group_size]) for i, text in enumerate(texts)]
-    return texts, torch.tensor(rewards)
+    problem_of_each = [problem for problem in problems for _ in range(len(responses) // len(problems))]
+    return texts, torch.tensor(checks.rewards_of(reward, texts, problem_of_each, c.reward_seconds, c.reward_if_broken))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -539,7 +543,7 @@ def step_settings(c):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 9. Update: one microbatch -> gradients and means; the optimiser steps in the loop
+# 9. Update: microbatches -> gradients and means; the optimiser steps in the loop
 
 def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, temperature=1.0, importance_cap=2.0,
                          bf16=False, **loss_settings):
@@ -573,57 +577,40 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
     return loss.detach(), metadata | {"entropy": masked_mean(found["entropy"], mask)}, known
 
 
-def check_log_probs(microbatches, step, first_diff, bf16):
-    """The canary, on the whole step before its first update -> mean and max |sampler - trainer| log-prob.
+def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **settings):
+    """Gradients of the step's whole loss -> its token means, and the microbatches with what a later epoch needs.
 
-    float32: at most 1e-3. bf16 engines round by 0.01 to 0.1: there it must not outgrow first_diff, that of step 1.
+    None where memory ran out; nothing of the attempt is left in the gradients.
     """
-    diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
-                              for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
-    mean, limit = diff.mean().item(), 1e-3
-    if bf16:
-        limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
-    if not mean <= limit:
-        raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats a token (limit {limit:.2g}): "
-                           "the sampler has stale or other weights; check load_policy_into_vllm_instance")
-    if first_diff is None and not drift.max() < (0.5 if bf16 else 1e-4):
-        raise RunStopped(f"step {step}: the policy differs from its own copy by {drift.max():.2g} nats before any "
-                         "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
-    return {"sampler_logprob_diff": mean, "sampler_logprob_diff_max": diff.max().item()}
+    means, known, n_tokens = Counter(), [], sum(rows["response_mask"].sum() for rows in microbatches)
+    try:
+        for rows in microbatches:
+            if ref_model is not None and "ref_hidden" not in rows:  # once a rollout, whatever the number of epochs
+                with timed(seconds, "log_probs"), torch.no_grad():
+                    hidden = response_hidden(ref_model, rows["input_ids"], rows["response_mask"], settings["bf16"])
+                    rows = rows | {"ref_hidden": hidden}
+            with timed(seconds, "update"):
+                loss, metadata, log_probs = grpo_microbatch_step(policy, rows, ref_model=ref_model, kl_coef=kl_coef,
+                                                                 **settings)
+            share = rows["response_mask"].sum() / n_tokens  # token means -> the step's mean
+            means.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
+            known.append(log_probs | rows)  # log-probs of the first epoch, before the policy moves: later the old ones
+        return means, known
+    except RuntimeError as error:
+        if not machine.out_of_memory(error):
+            raise
+    policy.zero_grad()
+    return None
 
 
-def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
-    """InputError for a KL setting that changes nothing: loss, gradient, coefficient. knobs: {name: (value, default)}.
-
-    One microbatch, and a walk of the coefficient rule, with and without it. The reference moves away from the policy
-    token by token: at the start it is the policy itself, and no setting could do anything.
-    """
-    batch = make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
-    batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-    hidden = response_hidden(ref_model, batch["input_ids"], batch["response_mask"])  # (N, H)
-    far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
-    batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
-    batch |= {"old_log_probs": batch["rollout_log_probs"].flip(0)} if c.epochs_per_rollout > 1 else {}  # ratios
-    last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
-    walk = [(1.0, 1.0 if c.reward is reward_fn else math.inf), (0.1, 0.0), (0.01, 0.5), (0.03, 0.85)]  # KL, reward
-
-    def effects(name, c):
-        loss, _, _ = grpo_microbatch_step(policy, batch, ref_model=ref_model, kl_coef=c.kl_coef, **step_settings(c))
-        gradient, betas, state = last.grad.clone(), [], {"beta": c.kl_coef, "step": 0, "kl": None, "reward": None}
-        policy.zero_grad()
-        for i in range(max(8, c.n_train_steps) if name != "kl_coef" else 0):
-            state = next_beta(state, walk[i % 4][0], min(walk[i % 4][1], c.reward_threshold + 1), c)
-            betas.append(state["beta"])
-        return [gradient, torch.tensor(betas), loss] if betas else [gradient]
-
-    values = vars(c) | {"kl_target": None, "kl_clip_threshold": None} | {k: value for k, (value, _) in knobs.items()}
-    for name, (value, other) in knobs.items():
-        both = [machine.with_kl_rules(SimpleNamespace(**(values | {name: x})), TERM_RULES, COEFFICIENT_RULES)
-                for x in (value, other)]
-        with_it, without = (effects(name, c) for c in both)
-        if both[0] != both[1] and all((a - b).norm() <= 1e-6 * a.norm() for a, b in zip(with_it, without)):
-            raise InputError(f"{name} = {value!r} changes nothing here: loss and gradient are the same without it; "
-                             f"{'use a larger one' if name == 'kl_coef' else f'leave it at {other!r}'}")
+def halve(microbatches):
+    """-> the same rows in microbatches of half the rows; the reference reads them anew."""
+    cuts = [(rows, (len(rows["labels"]) + 1) // 2) for rows in microbatches]
+    if all(n == len(rows["labels"]) for rows, n in cuts):
+        raise RunStopped("out of memory with a single response at a time; lower max_new_tokens, set "
+                         "gradient_checkpointing = True, or take a smaller model; resume = True then goes on")
+    return [{name: tensor[part] for name, tensor in rows.items() if name != "ref_hidden"}
+            for rows, n in cuts for part in (slice(n), slice(n, None)) if len(rows["labels"][part])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -631,15 +618,14 @@ def refuse_dead_knobs(policy, ref_model, responses, c, knobs):
 
 def evaluate(policy, llm, tokenizer, problems, skills, c):
     """-> {"solved", "reward_mean", "response_length", "retention_<skill>" ...} of one response each; three samples."""
-    responses = rollout(policy, llm, prompt_ids_of(problems + skills, tokenizer), group_size=1, seed=c.seed << 32,
-                        max_new_tokens=c.max_new_tokens, temperature=c.eval_temperature,
-                        eos_token_id=tokenizer.eos_token_id)
+    settings = sampling(c, tokenizer) | dict(group_size=1, seed=c.seed << 32, temperature=c.eval_temperature)
+    responses = rollout(policy, llm, prompt_ids_of(problems + skills, tokenizer), **settings)
     n = len(problems)
-    texts, rewards = score(responses[:n], problems, tokenizer, c.reward)
+    texts, rewards = score(responses[:n], problems, tokenizer, c.reward, c)
     metrics = {"solved": (rewards == 1).float().mean().item(), "reward_mean": rewards.mean().item(),
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n}
     if skills:
-        _, right = score(responses[n:], skills, tokenizer, reward_fn)
+        _, right = score(responses[n:], skills, tokenizer, reward_fn, c)
         for skill in sorted({p["skill"] for p in skills}):
             metrics[f"retention_{skill}"] = right[[p["skill"] == skill for p in skills]].eq(1).float().mean().item()
     return metrics, list(zip([problem["prompt"] for problem in problems], texts, rewards[:3].tolist()))
@@ -649,7 +635,7 @@ def evaluate(policy, llm, tokenizer, problems, skills, c):
 def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
     """-> (3, N): KL(policy || reference) in nats at each token of fresh samples, its place in the response, its id."""
     responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1, seed=c.seed << 32,
-                        max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
+                        **sampling(c, tokenizer))
     batch, found = make_batch(responses, torch.zeros(len(responses)), policy.device), []
     for rows in cut_microbatches(batch, c.max_tokens_per_microbatch):
         ids, labels, mask = rows["input_ids"], rows["labels"], rows["response_mask"]
@@ -662,20 +648,12 @@ def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Log: numbers -> TensorBoard, one console line a step, a report
 
-@contextlib.contextmanager
-def timed(seconds, phase):
-    """Adds the seconds spent inside to seconds[phase]."""
-    start = time.perf_counter()
-    yield
-    seconds[phase] += time.perf_counter() - start
-
-
-def log_train(writer, step, m, seconds, left):
+def log_train(run, step, m, seconds, left):
     """Writes metrics m as train/* or adaptive_kl/*, time/*, mem/*; -> the console line. left: seconds to the end."""
     scalars = {name if "/" in name else f"train/{name}": value for name, value in m.items()}
     scalars |= {f"time/{phase}": value for phase, value in seconds.items()} | {"mem/peak_gb": machine.peak_memory_gb()}
     for tag, value in scalars.items():
-        writer.add_scalar(tag, value, step)
+        run.log("add_scalar", tag, value, step)
     line = (f"Step {step} | Loss: {m['loss']:7.4f} | Grad norm: {m['grad_norm']:.4f} | Reward: {m['reward_mean']:.3f} "
             f"| Equal groups: {m['frac_zero_std']:4.0%} | Length: {m['response_length']:.1f} "
             f"| Entropy: {m['entropy']:.3f} | Sampler diff: {m['sampler_logprob_diff']:.0e} "
@@ -683,12 +661,13 @@ def log_train(writer, step, m, seconds, left):
     return line + (f" | KL penalty: {m['kl_penalty']:.4f}" if "kl_penalty" in m else "")
 
 
-def log_eval(writer, step, metrics, samples):
+def log_eval(run, step, metrics, samples):
     """Writes eval/* and a few samples as text; -> the console line of this evaluation."""
     for name, value in metrics.items():
-        writer.add_scalar(f"eval/{name}", value, step)
+        run.log("add_scalar", f"eval/{name}", value, step)
     for i, (prompt, text, reward) in enumerate(samples):
-        writer.add_text(f"samples/{i}", f"    reward {reward:g}\n{prompt}\n{text}".replace("\n", "\n    "), step)
+        text = f"    reward {reward:g}\n{prompt}\n{text}".replace("\n", "\n    ")
+        run.log("add_text", f"samples/{i}", text, step)
     return (f"Eval at step {step} | Solved: {metrics['solved']:.1%} | Reward: {metrics['reward_mean']:.3f} | "
             f"Length: {metrics['response_length']:.1f}" + "".join(
                 f" | {name[10:]}: {value:.1%}" for name, value in metrics.items() if name.startswith("retention_")))
@@ -697,71 +676,79 @@ def log_eval(writer, step, metrics, samples):
 # ----------------------------------------------------------------------------------------------------------------------
 # 12. The loop
 
-def train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, ref_model=None, kl_coef=0.0):
-    """n_train_steps times: rollout, rewards, advantages, log-probs, loss, update, sync, log. -> tokens sampled."""
-    n_prompts, first_diff, all_tokens, start = c.rollout_batch_size // c.group_size, None, 0, time.perf_counter()
-    beta, first, said = {"beta": kl_coef, "step": 0, "kl": None, "reward": None}, None, set()
-    bar = tqdm(total=c.n_train_steps, unit="step", disable=not sys.stdout.isatty(), file=sys.stdout, leave=False)
-    for step in range(1, c.n_train_steps + 1):
-        seconds, totals = defaultdict(float), Counter()
+def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, state, ref_model=None, kl_coef=0.0):
+    """n_train_steps times: sync, rollout, rewards, advantages, log-probs, loss, update, log. -> the last state.
+
+    state: what one step hands to the next besides weights and moments, as JSON; {} or that of a checkpoint.
+    """
+    state = {"step": 0, "tokens": 0, "seconds": 0.0, "max_tokens": c.max_tokens_per_microbatch, "skipped": 0,
+             "in_a_row": 0, "first_diff": None, "first": None, "said": [],
+             "kl": {"beta": kl_coef, "step": 0, "kl": None, "reward": None}} | state
+    n_prompts, start, first_step = c.rollout_batch_size // c.group_size, time.perf_counter(), state["step"] + 1
+    for step in tqdm(range(first_step, c.n_train_steps + 1), initial=first_step - 1, total=c.n_train_steps, unit="step",
+                     disable=not sys.stdout.isatty(), file=sys.stdout, leave=False):
+        if c.eval_every and step > 1 and (step - 1) % c.eval_every == 0:
+            evaluate_now(step - 1)
+        seconds, totals, kl, max_tokens = defaultdict(float), Counter(), state["kl"], state["max_tokens"]
         with timed(seconds, "total"):
+            if llm is not None:
+                with timed(seconds, "sync"):
+                    load_policy_into_vllm_instance(policy, llm)
             asked = problems_of_step(problems, step - 1, n_prompts, c.seed)
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompt_ids_of(asked, tokenizer), group_size=c.group_size,
-                                    max_new_tokens=c.max_new_tokens, temperature=c.temperature,
-                                    seed=(c.seed << 32) + (step << 20), eos_token_id=tokenizer.eos_token_id)
-            texts, rewards = score(responses, asked, tokenizer, c.reward)
+                                    seed=(c.seed << 32) + (step << 20), **sampling(c, tokenizer))
+            texts, rewards = score(responses, asked, tokenizer, c.reward, c)
             advantages, metrics = compute_group_normalized_advantages(rewards, c.group_size, c.advantage_eps,
                                                                       c.normalize_by_std)
             batch = make_batch(responses, advantages, policy.device)
             batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-            microbatches = cut_microbatches(batch, c.max_tokens_per_microbatch)
+            microbatches = cut_microbatches(batch, max_tokens)
             n_tokens = int(batch["response_mask"].sum())
-            if ref_model is not None:
-                with timed(seconds, "log_probs"):  # the reference reads a rollout once, whatever the number of epochs
-                    for rows in microbatches:
-                        mask = rows["response_mask"]
-                        rows["ref_hidden"] = response_hidden(ref_model, rows["input_ids"], mask, c.bf16)
+            for group in optimizer.param_groups:
+                group["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
             for epoch in range(c.epochs_per_rollout):
+                while not (done := accumulate_gradients(policy, ref_model, microbatches, kl["beta"], seconds,
+                                                        **step_settings(c))):
+                    microbatches, max_tokens = halve(microbatches), max_tokens // 2
+                    tqdm.write(f"Warning: out of memory: step {step} again, in microbatches of {max_tokens} tokens")
+                means, microbatches = done
+                if epoch == 0:
+                    metrics |= check_log_probs(microbatches, step, state["first_diff"], c.bf16)
+                if ref_model is not None:
+                    metrics["adaptive_kl/current_beta"] = kl["beta"]
                 with timed(seconds, "update"):
-                    means = Counter()
-                    for rows in microbatches:
-                        loss, metadata, log_probs = grpo_microbatch_step(policy, rows, ref_model=ref_model,
-                                                                         kl_coef=beta["beta"], **step_settings(c))
-                        share = rows["response_mask"].sum() / n_tokens  # token means -> the step's mean
-                        means.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
-                        rows |= log_probs  # of the first epoch, in which the policy has not moved: later the old ones
-                    if epoch == 0:
-                        metrics |= check_log_probs(microbatches, step, first_diff, c.bf16)
-                        first_diff = first_diff or metrics["sampler_logprob_diff"]
                     means["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
-                    for group in optimizer.param_groups:
-                        group["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
-                    optimizer.step()
-                    optimizer.zero_grad()
                     totals.update(means)
-                    if ref_model is not None:
-                        metrics["adaptive_kl/current_beta"] = beta["beta"]
-                        beta = next_beta(beta, means["kl_per_token"].item(), metrics["reward_mean"], c)
-            if llm is not None:
-                with timed(seconds, "sync"):
-                    load_policy_into_vllm_instance(policy, llm)
-        all_tokens += n_tokens
-        metrics |= {name: float(value) / c.epochs_per_rollout for name, value in totals.items()}
+                    broken = [name for name in ("loss", "grad_norm") if not means[name].isfinite()]
+                    if not broken:
+                        run.weights_move()
+                        optimizer.step()
+                    optimizer.zero_grad()
+                if broken:
+                    break
+                if ref_model is not None:
+                    kl = next_beta(kl, means["kl_per_token"].item(), metrics["reward_mean"], c)
+        metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
         if ref_model is not None:
             metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * n_tokens / len(responses)
         metrics |= {"lr": optimizer.param_groups[0]["lr"], "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
-                    "tokens_per_s": n_tokens / seconds["total"]}
-        left, first = (time.perf_counter() - start) / step * (c.n_train_steps - step), first or metrics
-        signs = machine.warning_signs(metrics, first, c, step, said)
-        tqdm.write("\n".join([log_train(writer, step, metrics, seconds, left), *signs]))
-        bar.update()
-        if c.eval_every and step % c.eval_every == 0 and step < c.n_train_steps:
-            evaluate_now(step)
-    bar.close()
-    return all_tokens
+                    "skipped_steps": state["skipped"] + bool(broken), "tokens_per_s": n_tokens / seconds["total"]}
+        left = (time.perf_counter() - start) / (step - first_step + 1) * (c.n_train_steps - step)
+        first, said = state["first"] or metrics, set(state["said"])
+        lines = [log_train(run, step, metrics, seconds, left), *checks.warning_signs(metrics, first, c, step, said)]
+        if broken:
+            lines.append(run.keep_skipped(step, broken, asked, texts, rewards, responses))
+        tqdm.write("\n".join(lines))
+        state = state | {
+            "step": step, "tokens": state["tokens"] + n_tokens, "seconds": state["seconds"] + seconds["total"],
+            "max_tokens": max_tokens, "skipped": metrics["skipped_steps"], "kl": kl, "first": first,
+            "in_a_row": state["in_a_row"] + 1 if broken else 0, "said": sorted(said),
+            "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
+        run.end_of_step(state, c)
+    return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -785,6 +772,8 @@ def main(
     task="countdown",  # or "gsm8k"
     train_file=None, eval_file=None,  # JSONL with "question" and "answer", for gsm8k
     reward=reward_fn,  # (response_text, problem) -> number
+    reward_seconds=10.0,  # a reward that takes longer counts as broken, like one that raises or gives no number:
+    reward_if_broken=None,  # None: the run stops; a number: what such a text gets
     n_train_problems=10_000, numbers_per_problem=None, max_number=None, max_target=99, countdown_prompt=None,
     seed=0,  # the same seed gives the same numbers on the same machine
     # rollout
@@ -796,6 +785,7 @@ def main(
     max_new_tokens=None,  # longer responses are cut, count as unfinished and are trained with the reward they got
     temperature=1.0,  # of sampling; every log-prob is taken at it
     gpu_mem_util=0.4,  # share of the GPU's memory that vLLM takes; the trainer needs the rest
+    engine_seconds=1800.0,  # a call of vLLM that takes longer counts as hung: the engine is started again, once
     # advantages and loss
     normalize_by_std=True, advantage_eps=1e-6,  # False: Dr. GRPO, groups with a small spread weigh less
     loss_average="dapo",  # mean over the step's tokens; "grpo": over each response first; "dr_grpo": constant divisor
@@ -817,6 +807,7 @@ def main(
     # update
     learning_rate=None, warmup_steps=10, weight_decay=0.0,  # AdamW on float32 weights
     max_grad_norm=1.0,  # the gradient is scaled down to this norm
+    max_skipped=5,  # steps in a row whose loss or gradient is not finite; each is skipped and kept for inspection
     max_tokens_per_microbatch=16_384,  # changes memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, more time
     bf16=None,  # autocast; None: where the hardware gains from it
@@ -825,63 +816,73 @@ def main(
     n_eval_problems=500,  # at 500 the 95 % interval is at most +-4.4 points
     eval_temperature=0.0,  # 0: greedy
     out_dir="runs",  # each run gets a new folder here
+    save_every=50,  # steps from checkpoint to checkpoint; SIGTERM and Ctrl-C write one too; 0: only they do
+    resume=False,  # True: go on with the newest run in out_dir; or the folder of a run
     save_model=True,  # at the end, with save_pretrained, in the run folder
 ):
     config = dict(locals())
     column = 0 if model_id == "tiny" or (model_id is None and not torch.cuda.is_available()) else 1
     config |= {name: values[column] for name, values in DEFAULTS.items() if config[name] is None}
-    machine.check_config(config, TASKS)
-    knobs = machine.changed_knobs(config, main)
-    c = machine.with_kl_rules(SimpleNamespace(**config), TERM_RULES, COEFFICIENT_RULES)
-    kl_lines = machine.check_kl(c, knobs)
+    checks.check_config(config, TASKS)
+    knobs = checks.changed_knobs(config, main)
+    c = checks.with_kl_rules(SimpleNamespace(**config), TERM_RULES, COEFFICIENT_RULES)
+    lines = checks.check_kl(c, knobs)
     c.device, c.bf16, use_vllm, hardware_line = machine.choose_hardware(c)
     problems, eval_problems = TASKS[c.task](c)
-    c.n_eval_problems = len(eval_problems)
-    machine.checked_reward(c.reward, "<answer>1</answer>", problems[0])
+    c.n_eval_problems, c.problems_crc32 = len(eval_problems), zlib.crc32(repr((problems, eval_problems)).encode())
+    checks.check_problems(problems, eval_problems, c)
+    run_folder, checkpoint, state, resume_lines = checks.find_run(c) if c.resume else (None, None, {}, [])
     model_folder = machine.find_model(c.model_id)
-    skills = machine.read_skills(model_folder)
-    print(hardware_line, *kl_lines, sep="\n")
+    skills = checks.read_skills(model_folder)
+    print(hardware_line, *lines, *resume_lines, sep="\n")
 
     policy, tokenizer = init_policy(model_folder, c.device)
     policy.train(c.gradient_checkpointing)  # which needs train mode; without it eval mode keeps dropout out
     if c.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     longest = max(map(len, prompt_ids_of(problems + eval_problems + skills, tokenizer)))
-    machine.check_context(policy, longest, c)
+    checks.check_context(policy, longest, c)
     leash = c.use_kl_penalty and c.kl_coef > 0
     ref_model = copy.deepcopy(policy).eval().requires_grad_(False) if leash else None
-    llm = init_vllm(model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util, c.bf16) if use_vllm else None
+    llm = machine.RestartedVLLM(partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util,
+                                        c.bf16), policy, c.engine_seconds) if use_vllm else None
     optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
 
     if leash:
         probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4, seed=c.seed,
-                        max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
-        refuse_dead_knobs(policy, ref_model, probe, c, {"kl_coef": (c.kl_coef, 0.0)} | knobs)
-
-    run_folder = machine.make_run_folder(c.out_dir, vars(c), __file__)
-    writer = machine.open_writer(run_folder, vars(c))
-    before = {}
+                        **sampling(c, tokenizer))
+        knobs["kl_coef"] = c.kl_coef, 0.0
+        checks.refuse_dead_knobs(sys.modules[__name__], policy, ref_model, probe, c, knobs)
+    start = machine.hash_of_weights(policy)
+    if checkpoint:
+        checks.check_start(state, start, c)
+        machine.load_checkpoint(checkpoint, state, policy, optimizer)
+    run = machine.Run(run_folder or machine.new_run_folder(c.out_dir), policy, optimizer, c, __file__, state)
+    before = state.get("before", {})
 
     def evaluate_now(step):
+        if llm is not None:
+            load_policy_into_vllm_instance(policy, llm)
         metrics, samples = evaluate(policy, llm, tokenizer, eval_problems, skills, c)
-        signs = machine.warning_signs(metrics, before or metrics, c, step, set())
-        tqdm.write("\n".join([log_eval(writer, step, metrics, samples), *signs]))
+        signs = checks.warning_signs(metrics, before or metrics, c, step, set())
+        tqdm.write("\n".join([log_eval(run, step, metrics, samples), *signs]))
         return metrics
 
-    before |= evaluate_now(0)
-    start = time.perf_counter()
-    tokens = train(policy, tokenizer, llm, optimizer, problems, c, writer, evaluate_now, ref_model, leash and c.kl_coef)
-    seconds = time.perf_counter() - start
+    before = before or evaluate_now(0)
+    with run.guarded():
+        state = train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now,
+                      state | {"before": before, "start": start}, ref_model, leash and c.kl_coef)
     after = evaluate_now(c.n_train_steps)
     start_model = ref_model or init_policy(model_folder, c.device)[0]  # leash off: read again, for this measurement
     kl = measure_kl(policy, llm, tokenizer, eval_problems, start_model, c)
     if c.save_model:
-        policy.save_pretrained(run_folder / "model"), tokenizer.save_pretrained(run_folder / "model")
-    writer.close()
-    result = {"before": before, "after": after, "kl_per_token": kl[0].mean().item(), "seconds": seconds,
-              "kl_per_sequence": kl[0].sum().item() / len(eval_problems), "tokens_per_s": tokens / seconds}
-    print(machine.write_report(run_folder, result, kl, tokenizer, c))
-    return result | {"run_folder": run_folder}
+        policy.save_pretrained(run.folder / "model"), tokenizer.save_pretrained(run.folder / "model")
+    run.log("close")
+    result = {"before": before, "after": after, "kl_per_token": kl[0].mean().item(), "seconds": state["seconds"],
+              "kl_per_sequence": kl[0].sum().item() / len(eval_problems),
+              "tokens_per_s": state["tokens"] / state["seconds"]}
+    print(checks.write_report(run.folder, result, kl, tokenizer, c))
+    return result | {"run_folder": run.folder}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

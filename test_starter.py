@@ -30,6 +30,8 @@ import starter  # before torch: it sets variables that torch and vLLM read
 from starter import InputError, Response, RunStopped
 
 import ablate_kl
+import checks
+import machine
 import make_tiny
 import verify_kl
 import torch
@@ -766,7 +768,7 @@ def test_controller_forgets_its_state_when_killed_and_resumed():
 
 def test_rule_names_are_taken_apart_wrongly():
     c = SimpleNamespace(kl_target=None, kl_clip_threshold=None)
-    take = lambda method: starter.machine.with_kl_rules(SimpleNamespace(**vars(c), kl_adaptation_method=method), starter.TERM_RULES,
+    take = lambda method: checks.with_kl_rules(SimpleNamespace(**vars(c), kl_adaptation_method=method), starter.TERM_RULES,
                                                         starter.COEFFICIENT_RULES)
     for method, term, beta, target, threshold in (
             ("none", "none", "none", 0.1, 1.0), ("dynamic+sigmoid", "sigmoid", "dynamic", 0.1, 1.0), ("sigmoid+dynamic", "sigmoid", "dynamic", 0.1, 1.0),
@@ -870,8 +872,8 @@ def test_adaptive_method_is_called_dead_on_the_built_in_model(tiny_model, tmp_pa
 def test_probe_leaves_a_gradient_behind(checkpoint, tmp_path):
     """The first step's gradient is the same with the probe and without it."""
     norms = []
-    for probe in (starter.refuse_dead_knobs, lambda *args: None):
-        with mock.patch.object(starter, "refuse_dead_knobs", probe):
+    for probe in (checks.refuse_dead_knobs, lambda *args: None):
+        with mock.patch.object(checks, "refuse_dead_knobs", probe):
             norms.append(scalars(starter.main(**settings(checkpoint, tmp_path, **leash()))["run_folder"])["train/grad_norm"])
     assert norms[0] == norms[1]
 
@@ -880,7 +882,7 @@ def test_warning_sign_is_passed_over_or_raised_for_nothing():
     c = SimpleNamespace(n_train_steps=100, use_kl_penalty=True)
     first = dict(response_length=8.0, reward_mean=0.3, retention_sort=0.9, kl_per_token=0.0)
     fine = dict(response_length=9.0, reward_mean=0.6, retention_sort=0.88, kl_per_token=0.005, kl_capped_frac=0.02)
-    look = lambda **changes: starter.machine.warning_signs(fine | changes, first, c, 50, set())
+    look = lambda **changes: checks.warning_signs(fine | changes, first, c, 50, set())
     assert look() == [] and look(kl_per_token=0.15) == []
     for changes, words in ((dict(kl_per_token=0.21), "0.21 nats per token, above 0.2: the policy drifts"), (dict(reward_mean=0.31), "nothing is learnt"),
                            (dict(retention_sort=0.8), "sort fell from 90% to 80%"), (dict(response_length=12.1), "1.5 times as long"),
@@ -888,8 +890,8 @@ def test_warning_sign_is_passed_over_or_raised_for_nothing():
         line, = look(**changes)
         assert words in line and line.startswith("Warning: ")
     said = set()
-    assert len(starter.machine.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 50, said)) == 1
-    assert starter.machine.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 51, said) == []  # once
+    assert len(checks.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 50, said)) == 1
+    assert checks.warning_signs(fine | {"kl_per_token": 0.3}, first, c, 51, said) == []  # once
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1134,8 +1136,8 @@ def test_file_outgrows_its_budgets():
     lengths = {f.name: f.end_lineno - f.lineno + 1 for f in FUNCTIONS}
     assert all(n <= {"main": 190, "train": LOOP}.get(name, 60) for name, n in lengths.items()), lengths
     assert sorted(lengths.values())[len(lengths) // 2] <= 20
-    # 400 was meant for machine.py; its table of refusals, one sentence each, and the report take more, and belong there
-    assert (HERE / "machine.py").read_text().count("\n") <= 500
+    for name in ("machine.py", "checks.py"):  # 400 was meant for one helper; recovery and one sentence per refusal take more
+        assert (HERE / name).read_text().count("\n") <= 500 and max(map(len, (HERE / name).read_text().splitlines())) <= 120
 
 
 def test_function_uses_one_defined_below_it_or_a_lower_case_global():
@@ -1156,7 +1158,8 @@ def test_nesting_or_try_grows():
         limit = 5 if function.name == "train" else 4
         assert nesting(function) <= limit, (function.name, nesting(function))
     tries = [node for node in ast.walk(TREE) if isinstance(node, ast.Try)]
-    assert {f.name for f in FUNCTIONS for t in tries if f.lineno < t.lineno < f.end_lineno} == {"arithmetic"}
+    # a model's text; memory that runs out
+    assert {f.name for f in FUNCTIONS for t in tries if f.lineno < t.lineno < f.end_lineno} == {"arithmetic", "accumulate_gradients"}
 
 
 def test_something_from_outside_is_executed():

