@@ -333,10 +333,10 @@ def rewards_of(reward, texts, problems, seconds, if_broken):
 
 # --- a run that goes on -----------------------------------------------------------------------------------------------
 
-MAY_CHANGE = {  # how long, how often, on what machine; whatever else differs would put two experiments into one curve
+MAY_CHANGE = {  # how long, how often, on what machine, a mended reward; what else differs makes two experiments of one
     "n_train_steps", "eval_every", "save_every", "save_model", "out_dir", "resume", "engine", "device", "bf16",
-    "gpu_mem_util", "engine_seconds", "reward_seconds", "reward_if_broken", "max_skipped", "max_tokens_per_microbatch",
-    "gradient_checkpointing", "reproduce_paper"}
+    "gpu_mem_util", "engine_seconds", "reward", "reward_seconds", "reward_if_broken", "max_skipped",
+    "max_tokens_per_microbatch", "gradient_checkpointing", "reproduce_paper"}
 
 
 def find_run(c):

@@ -176,7 +176,7 @@ class Run:
     def __init__(self, folder, policy, optimizer, c, script, state):
         """state: {} or that of a checkpoint; what was logged after it is cut off, since it will be logged again."""
         self.folder, self.policy, self.optimizer, self.writer, self.signals = folder, policy, optimizer, None, []
-        self.state, self.saved, sizes, config = state, state.get("step"), state.get("log_sizes", {}), vars(c)
+        self.state, self.saved, sizes = state, state.get("step"), state.get("log_sizes", {})
         folder.mkdir(parents=True, exist_ok=True)
         self.lock()
         for path in folder.glob("events.*"):
@@ -184,16 +184,20 @@ class Run:
                 os.truncate(path, min(sizes[path.name], path.stat().st_size))
             else:
                 path.unlink()
-        new = folder / "config.json.unfinished"
-        new.write_text(json.dumps(config, indent=1, default=describe) + "\n")
-        new.replace(folder / "config.json")  # the old text or the new one, never a part
+        self.config = json.dumps(vars(c), indent=1, default=describe) + "\n"
+        self.write_config()
         copy = folder / Path(script).name
         if copy.is_file() and copy.read_bytes() != Path(script).read_bytes():
             copy = folder / f"{copy.stem}_{time.strftime('%Y-%m-%d_%H-%M-%S')}.py"
             print(f"{Path(script).name} has changed since this run began; the new one is kept as {copy.name}")
         shutil.copy(script, copy)
         if not state:
-            self.log("add_text", "config", "\n".join(f"    {k} = {describe(v)}" for k, v in config.items()))
+            self.log("add_text", "config", "\n".join(f"    {k} = {describe(v)}" for k, v in vars(c).items()))
+
+    def write_config(self):
+        new = self.folder / "config.json.unfinished"
+        new.write_text(self.config)
+        new.replace(self.folder / "config.json")  # the old text or the new one, never a part
 
     def lock(self):
         """InputError where another process is at work in this folder; the lock goes when the process does."""
@@ -201,8 +205,8 @@ class Run:
             import fcntl
             self.lock_file = open(self.folder / ".lock", "w")
             try:
-                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
                 raise InputError(f"{self.folder} is in use by another process; wait until it ends, or use "
                                  "resume = False") from None
 
@@ -232,11 +236,12 @@ class Run:
             for kind, moment in self.optimizer.state.get(parameter, {}).items():
                 tensors.setdefault(kind, {})[name] = moment
         try:
-            self.log("flush")
-            sizes = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}
             for path in (temporary, final):
                 shutil.rmtree(path, ignore_errors=True)
             temporary.mkdir(parents=True)
+            self.write_config()  # should the folder have vanished meanwhile
+            self.log("flush")
+            sizes = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}
             for kind, named in tensors.items():
                 save_file(named, temporary / f"{kind}.safetensors")
             (temporary / "state.json").write_text(json.dumps(state | random_states() | {"log_sizes": sizes}))
@@ -343,10 +348,12 @@ def find_model(model_id):
 # --- hardware -------------------------------------------------------------------------------------------------------
 
 def choose_hardware(c):
-    """-> device, whether bf16 autocast pays, whether vLLM samples, and the line that says so."""
+    """-> device, whether bf16 autocast pays, whether vLLM samples, and the line that says so. Seeds all generators."""
+    import numpy
     import torch
     if c.device != "cpu" and c.device != "auto" and not torch.cuda.is_available():
         raise InputError(f"device = {c.device!r} needs a CUDA GPU and there is none here; use device = 'cpu'")
+    random.seed(c.seed), numpy.random.seed(c.seed % 2**32), torch.manual_seed(c.seed)  # a reward may draw from these
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device)
     bf16 = device.type == "cuda" or "avx512_bf16" in cpu_flags() if c.bf16 is None else c.bf16
     installed = importlib.util.find_spec("vllm") is not None

@@ -710,8 +710,9 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
             for epoch in range(c.epochs_per_rollout):
                 while not (done := accumulate_gradients(policy, ref_model, microbatches, kl["beta"], seconds,
                                                         **step_settings(c))):
-                    microbatches, max_tokens = halve(microbatches), max_tokens // 2
-                    tqdm.write(f"Warning: out of memory: step {step} again, in microbatches of {max_tokens} tokens")
+                    microbatches = halve(microbatches)
+                    max_tokens = max(rows["labels"].numel() for rows in microbatches)
+                    tqdm.write(f"Warning: out of memory: from step {step} on microbatches of {max_tokens} tokens")
                 means, microbatches = done
                 if epoch == 0:
                     metrics |= check_log_probs(microbatches, step, state["first_diff"], c.bf16)

@@ -5,6 +5,7 @@
 """
 import ast
 import fcntl
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -13,7 +14,9 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -31,9 +34,11 @@ from starter import InputError, Response, RunStopped
 
 import ablate_kl
 import checks
+import crash_test
 import machine
 import make_tiny
 import verify_kl
+import safetensors.torch
 import torch
 
 HERE = Path(__file__).parent
@@ -1036,6 +1041,452 @@ print("the saved model samples in vLLM")
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300)
     assert "the saved model samples in vLLM" in run.stdout, run.stderr[-2000:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints, resume and faults; each fault comes from outside
+
+class Killed(BaseException):
+    """Stands for kill -9 within this process: no handler in starter.py may catch it. crash_test.py kills for real."""
+
+
+def run_settings(checkpoint, folder, **changes):
+    """A run in which every state matters: moments, controller, reference, random numbers in the reward, old log-probs."""
+    return settings(checkpoint, folder, **(dict(n_train_steps=6, save_every=2, eval_every=3, epochs_per_rollout=2, use_kl_penalty=True,
+                    kl_coef=0.1, kl_adaptation_method="target_sound", save_model=True, reward=crash_test.noisy_variety) | changes))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(checkpoint, tmp_path_factory):
+    """-> what a run that nothing interrupts ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    starter.main(**run_settings(checkpoint, folder / "runs"))
+    return crash_test.outcome(folder)
+
+
+def at_call(owner, name, number, act, after=False):
+    """Patch: the number-th call of owner.name (counted from 1) also does act(), before or after the real one."""
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        hit = next(calls) == number
+        if hit and not after:
+            act()
+        result = real(*args, **kwargs)
+        if hit and after:
+            act()
+        return result
+    return mock.patch.object(owner, name, wrapped)
+
+
+def die():
+    raise Killed
+
+
+def killed(checkpoint, folder, patch, **changes):
+    with patch, pytest.raises(Killed):
+        starter.main(**run_settings(checkpoint, folder / "runs", **changes))
+
+
+@pytest.fixture(scope="session")
+def stopped(checkpoint, tmp_path_factory):
+    """-> runs/ of a run that was killed in its sixth step, with the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("stopped")
+    killed(checkpoint, folder, at_call(starter, "log_train", 6, die))
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("owner, name, number", [
+    (starter, "rollout", 5), (starter, "accumulate_gradients", 6), (torch.nn.utils, "clip_grad_norm_", 7), (torch.optim.AdamW, "step", 8),
+    (starter, "evaluate", 2), (starter, "log_train", 3), (starter, "measure_kl", 1), (starter, "evaluate", 1)])
+def test_killed_and_resumed_run_ends_elsewhere(checkpoint, tmp_path, undisturbed, owner, name, number):
+    killed(checkpoint, tmp_path, at_call(owner, name, number, die))
+    random.seed(99)  # a new process has other states
+    torch.manual_seed(99)
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    assert crash_test.outcome(tmp_path) == undisturbed
+
+
+def die_with_half_a_file(folder):
+    """What a kill in the middle of a write leaves."""
+    newest = max(folder.glob("*/checkpoints/unfinished/*"), key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, newest.stat().st_size // 2)
+    raise Killed
+
+
+SAVING = [(safetensors.torch, "save_file", 5 + i, act, after, 2) for i in range(4) for act, after in ((die, False), (die_with_half_a_file, True))]
+SAVING += [(machine, "sync_to_disk", 10, die, False, 2), (machine, "sync_to_disk", 17, die, True, 2), (machine, "sync_to_disk", 18, die, False, 4)]
+SAVING += [(Path, "rename", 2, die, False, 2), (Path, "rename", 2, die, True, 4), (shutil, "rmtree", 3, die, False, 2), (shutil, "rmtree", 7, die, False, 6)]
+
+
+@pytest.mark.parametrize("owner, name, number, act, after, step", [
+    pytest.param(*row, marks=[] if i in (3, 7, 11, 12) else [pytest.mark.slow]) for i, row in enumerate(SAVING)])
+def test_save_that_was_cut_short_is_loaded(checkpoint, tmp_path, undisturbed, capsys, owner, name, number, act, after, step):
+    """Dies before or after a file operation of a save; a file that is being written is left half. step: the newest whole checkpoint."""
+    killed(checkpoint, tmp_path, at_call(owner, name, number, act if act is die else partial(act, tmp_path / "runs"), after))
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    assert f"after step {step}\n" in capsys.readouterr().out
+    assert crash_test.outcome(tmp_path) == undisturbed
+    assert len(list(tmp_path.glob("runs/*/checkpoints/*"))) == (3 if step == 6 else 2)  # the next save takes the third
+
+
+@pytest.mark.parametrize("file, damage", [("weights.safetensors", "flip"), ("exp_avg_sq.safetensors", "cut"), ("step.safetensors", "gone"),
+                                          ("state.json", "flip"), ("state.json", "gone"), ("SHA256SUMS", "flip"), ("SHA256SUMS", "cut")])
+def test_damaged_checkpoint_is_loaded(checkpoint, tmp_path, undisturbed, stopped, capsys, file, damage):
+    shutil.copytree(stopped, tmp_path / "runs")
+    newest = sorted(tmp_path.glob("runs/*/checkpoints/step_*"))[-1] / file
+    whole = bytearray(newest.read_bytes())
+    if damage == "gone":
+        newest.unlink()
+    elif damage == "cut":
+        newest.write_bytes(whole[:len(whole) // 2])
+    else:
+        whole[len(whole) // 2] ^= 1
+        newest.write_bytes(whole)
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    printed = capsys.readouterr().out
+    assert re.search(r"Warning: \S+step_00000004 is damaged \(.*\); going back to the checkpoint before it\n", printed), printed[-3000:]
+    assert "after step 2" in printed and crash_test.outcome(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_loses_the_step_or_ends_without_a_checkpoint(checkpoint, tmp_path, undisturbed, capsys, number, status):
+    with at_call(starter, "accumulate_gradients", 5, lambda: os.kill(os.getpid(), number)), pytest.raises(SystemExit) as stopped:
+        starter.main(**run_settings(checkpoint, tmp_path / "runs", save_every=0))
+    assert stopped.value.code == status and "stopped after step 3; resume = True goes on" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    gc.collect()
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    assert crash_test.outcome(tmp_path) == undisturbed
+
+
+def test_second_signal_is_not_heard(checkpoint, tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGINT)
+
+    with at_call(starter, "accumulate_gradients", 2, twice), pytest.raises(KeyboardInterrupt):
+        starter.main(**run_settings(checkpoint, tmp_path))
+
+
+def test_two_processes_write_into_one_run(checkpoint, tmp_path, stopped):
+    folder = shutil.copytree(stopped, tmp_path / "runs") and next(tmp_path.glob("runs/*"))
+    program = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", program, str(folder / ".lock")], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="is in use by another process; wait until it ends"):
+        starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    other.kill()
+    assert kept == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- a disk that refuses
+
+def test_full_disk_ends_the_run_or_leaves_half_a_checkpoint(checkpoint, tmp_path, undisturbed, capsys):
+    """From the fourth step on no file can grow beyond 100 kB, which the weights do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    free = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        with at_call(machine.Run, "save", 2, fill), at_call(machine.Run, "save", 2, free, after=True):
+            result = starter.main(**run_settings(checkpoint, tmp_path / "runs"))
+    finally:
+        free()
+    printed = capsys.readouterr().out
+    assert re.search(r"Warning: no checkpoint of step 4: .*[Ff]ile too large.*; the one before it stays\n", printed), printed[-3000:]
+    assert sorted(path.name for path in result["run_folder"].glob("checkpoints/*")) == ["step_00000002", "step_00000006"]
+    assert crash_test.outcome(tmp_path) == undisturbed
+
+
+def test_unwritable_folder_ends_the_run(checkpoint, tmp_path, undisturbed, capsys):
+    def no_folder():
+        folder, = tmp_path.glob("runs/*/checkpoints")
+        shutil.rmtree(folder)
+        folder.write_text("a file where the folder was")
+
+    with at_call(machine.Run, "save", 2, no_folder):
+        result = starter.main(**run_settings(checkpoint, tmp_path / "runs"))
+    printed = capsys.readouterr().out
+    assert printed.count("Warning: no checkpoint of step") == 2 and "=== Report ===" in printed
+    assert len(scalars(result["run_folder"])["train/loss"]) == 6
+
+
+def test_run_dies_with_its_folder(checkpoint, tmp_path, undisturbed, capsys):
+    """The folder is deleted in the middle: a new log is begun, the next checkpoint is whole, and it can go on from there."""
+    vanish = lambda: [shutil.rmtree(path) for path in tmp_path.glob("runs/*")]
+    killed(checkpoint, tmp_path, mock.patch.multiple(starter, evaluate=at_call(starter, "evaluate", 2, vanish).new,
+                                                     rollout=at_call(starter, "rollout", 9, die).new))
+    printed = capsys.readouterr().out
+    assert re.search(r"Warning: the log of .* could not be written \(.*\); a new file is begun", printed), printed[-3000:]
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    ours, whole = crash_test.outcome(tmp_path), undisturbed
+    assert ours["sha256"] == whole["sha256"]
+    later = lambda run: {tag: [(step, value) for step, value in values if step > 4] for tag, values in run["numbers"].items()}
+    assert later(ours) == later(whole)
+
+
+# --- memory
+
+@pytest.mark.parametrize("changes", [{}, dict(use_kl_penalty=False, kl_adaptation_method="none", kl_coef=0.01)])
+def test_step_after_a_lack_of_memory_is_another_one(checkpoint, tmp_path, capsys, changes):
+    """Memory for 6 rows: larger microbatches fail in the middle of the backward pass, or while the reference reads."""
+    real_step, real_hidden = starter.grpo_microbatch_step, starter.response_hidden
+
+    def small(policy, rows, **kwargs):
+        found = real_step(policy, rows, **kwargs)
+        if len(rows["labels"]) > 6:  # after gradients were added
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return found
+
+    def small_hidden(model, ids, mask, bf16=False):
+        if len(ids) > 10 and kept.get("training"):
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return real_hidden(model, ids, mask, bf16)
+
+    kept, weights = {}, []
+    for name, patches in {"plain": dict(rollout=starter.rollout), "small": dict(grpo_microbatch_step=small, response_hidden=small_hidden)}.items():
+        kept["training"] = name == "small"
+        with mock.patch.multiple(starter, **patches), mock.patch.object(checks, "refuse_dead_knobs"), \
+                mock.patch.object(starter, "measure_kl", return_value=torch.ones(3, 1)):
+            result = starter.main(**run_settings(checkpoint, tmp_path / name, n_train_steps=2, max_tokens_per_microbatch=1000, **changes))
+        policy, _ = starter.init_policy(result["run_folder"] / "model", CPU)
+        weights.append(torch.cat([p.flatten() for p in policy.parameters()]))
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"Warning: out of memory: from step 1 on microbatches of \d+ tokens\n", printed)) == 2 and "from step 2 on" not in printed
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+def test_out_of_memory_with_one_response_goes_on_for_ever(checkpoint, tmp_path):
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with at_call(starter, "rollout", 4, lambda: setattr(starter, "grpo_microbatch_step", mock.Mock(side_effect=error))), \
+            mock.patch.object(starter, "grpo_microbatch_step", starter.grpo_microbatch_step):
+        with pytest.raises(RunStopped, match="out of memory with a single response at a time; lower max_new_tokens"):
+            starter.main(**run_settings(checkpoint, tmp_path, save_every=0))
+    assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step_00000001"]  # the step before is not lost
+
+
+def test_other_errors_pass_for_a_lack_of_memory(checkpoint, tmp_path):
+    with mock.patch.object(starter, "grpo_microbatch_step", side_effect=RuntimeError("shapes differ")), mock.patch.object(checks, "refuse_dead_knobs"):
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            starter.main(**run_settings(checkpoint, tmp_path))
+
+
+# --- numbers that are not finite
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_infinite_reward_ruins_the_weights_or_the_controller(checkpoint, tmp_path, capsys, bad):
+    """In the third step one response gets no finite reward: that step moves nothing, and says so."""
+    calls = itertools.count(1)
+
+    def reward(text, problem):  # 1 trial, 20 of the first evaluation, 16 a step, 20 of the evaluation after step 2
+        return bad if next(calls) == 1 + 20 + 2 * 16 + 20 + 5 else variety(text, problem)
+
+    result = starter.main(**settings(checkpoint, tmp_path, n_train_steps=5, reward=reward, use_kl_penalty=True, kl_coef=0.1, epochs_per_rollout=2,
+                                     kl_adaptation_method="target"))
+    seen = scalars(result["run_folder"])
+    assert [value for _, value in seen["train/skipped_steps"]] == [0, 0, 1, 1, 1]
+    assert math.isnan(seen["train/loss"][2][1]) and all(math.isfinite(value) for step, value in seen["train/loss"] if step != 3)
+    beta = dict(seen["adaptive_kl/current_beta"])
+    assert "Warning: step 3 is skipped, its loss and grad_norm not finite; its responses: " in capsys.readouterr().out
+    path, = tmp_path.glob("*/skipped_step_3.json")
+    kept = json.loads(path.read_text())
+    assert len(kept["responses"]) == 16 and str(kept["responses"][4]["reward"]) == str(bad) and kept["not finite"] == ["loss", "grad_norm"]
+    assert set(kept["responses"][4]) == {"prompt", "text", "reward", "ids", "log_probs"} and math.isfinite(result["after"]["reward_mean"])
+
+
+def test_infinite_gradient_moves_the_weights(checkpoint, tmp_path):
+    """The loss is fine, one gradient is not: weights and moments stay."""
+    kept, real = {}, torch.nn.utils.clip_grad_norm_
+    calls = itertools.count(1)
+
+    def spoil(parameters, norm):
+        parameters = list(parameters)
+        if next(calls) == 2:
+            kept["before"] = [p.detach().clone() for p in parameters]
+            parameters[-1].grad[0] = math.inf
+        elif "before" in kept and "after" not in kept:
+            kept["after"] = [p.detach().clone() for p in parameters]
+        return real(parameters, norm)
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", spoil):
+        result = starter.main(**settings(checkpoint, tmp_path))
+    assert all(map(torch.equal, kept["before"], kept["after"]))
+    assert [value for _, value in scalars(result["run_folder"])["train/skipped_steps"]] == [0, 1, 1]
+
+
+def test_run_goes_on_with_nothing_but_skipped_steps(checkpoint, tmp_path):
+    calls = itertools.count(1)
+    reward = lambda text, problem: variety(text, problem) if next(calls) < 1 + 20 + 16 + 5 else math.nan
+    changes = settings(checkpoint, tmp_path, n_train_steps=9, max_skipped=3, eval_every=0, save_every=0)
+    with pytest.raises(RunStopped, match=r"3 steps in a row had a loss or gradient that is not finite; look into .*skipped_step_4.json"):
+        starter.main(**(changes | dict(reward=reward)))
+    assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step_00000004"]
+    gc.collect()
+    result = starter.main(**(changes | dict(resume=True)))  # the reward was mended
+    assert [value for _, value in scalars(result["run_folder"])["train/skipped_steps"]] == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+
+
+# --- a reward that is broken in the middle
+
+def hang(text, problem):
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:  # even one that catches everything it may
+            pass
+
+
+@pytest.mark.parametrize("broken, words", [
+    (hang, "took more than 0.2 s on the text"), (lambda text, problem: 1 / 0, "raised ZeroDivisionError: division by zero on the text"),
+    (lambda text, problem: "1.0", "returned '1.0' on the text")])
+def test_broken_reward_loses_the_run_or_its_text(checkpoint, tmp_path, capsys, broken, words):
+    calls = itertools.count(1)
+    reward = lambda text, problem: broken(text, problem) if next(calls) == 1 + 20 + 16 + 3 else variety(text, problem)
+    changes = settings(checkpoint, tmp_path, reward=reward, reward_seconds=0.2, save_every=0)
+    with pytest.raises(InputError, match=f"reward {re.escape(words)} .*; it must return one finite number for every text, or set reward_if_broken"):
+        starter.main(**changes)
+    assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step_00000001"]
+    calls = itertools.count(1)
+    result = starter.main(**(changes | dict(reward_if_broken=-1.0)))
+    assert re.search(rf"Warning: reward {re.escape(words)} .*; it gets -1.0\n", capsys.readouterr().out)
+    reward_mean = dict(scalars(result["run_folder"])["train/reward_mean"])
+    assert reward_mean[2] < reward_mean[1] and len(reward_mean) == 3
+
+
+# --- an engine that dies or hangs
+
+class FakeEngine:
+    """As much of vLLM's LLM as is called, sampling with the policy itself. Counts the engines that were started."""
+    started = 0
+
+    def __init__(self, policy, tokenizer, faults):
+        type(self).started += 1
+        self.policy, self.tokenizer, self.faults, self.weights = policy, tokenizer, faults, None
+
+    def collective_rpc(self, load, args):
+        self.weights = {name: p.clone() for name, p in args[0]}
+
+    def reset_prefix_cache(self):
+        return True
+
+    def generate(self, prompts, params, use_tqdm):
+        if self.faults:
+            self.faults.pop()()
+        assert all(torch.equal(p, self.weights[name]) for name, p in self.policy.named_parameters()), "old weights"
+        p = params[0]
+        rows = starter.rollout_with_transformers(self.policy, [prompt["prompt_token_ids"] for prompt in prompts], p.n, p.max_tokens, p.temperature,
+                                                 p.seed, p.stop_token_ids[0])
+        rows = [SimpleNamespace(token_ids=r.response_ids, finish_reason="stop" if r.finished else "length", logprobs=[
+            {t: SimpleNamespace(logprob=lp)} for t, lp in zip(r.response_ids, r.log_probs)]) for r in rows]
+        return [SimpleNamespace(outputs=rows[i:i + p.n]) for i in range(0, len(rows), p.n)]
+
+
+def run_with_fake_engine(checkpoint, folder, at_rollout=None, faults=()):
+    """A run whose engine has these faults, one a call, from the at_rollout-th rollout on."""
+    policy_of, waiting = {}, list(faults)
+    real_init = starter.init_policy
+
+    def init(*args):
+        policy_of.setdefault("model", real_init(*args))
+        return policy_of["model"]
+
+    active = []
+    start = lambda *args: FakeEngine(*policy_of["model"], active)
+    vllm = SimpleNamespace(SamplingParams=SimpleNamespace)
+    FakeEngine.started = 0
+    with mock.patch.object(starter, "init_policy", init), mock.patch.object(starter, "init_vllm", start), \
+            mock.patch.dict(sys.modules, vllm=vllm), mock.patch.object(importlib.util, "find_spec", return_value=True), \
+            at_call(starter, "rollout", at_rollout, lambda: active.extend(waiting)):
+        return starter.main(**settings(checkpoint, folder, engine="vllm", engine_seconds=2, eval_every=0, save_every=0, save_model=True))
+
+
+def engine_dies():
+    raise RuntimeError("EngineDeadError")
+
+
+def engine_hangs():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("fault, words", [(engine_dies, r"failed \(RuntimeError: EngineDeadError\)"), (engine_hangs, "did not return within 2 s")])
+def test_engine_is_not_restarted_or_has_old_weights(checkpoint, tmp_path, capsys, fault, words):
+    run_with_fake_engine(checkpoint, tmp_path / "plain/runs")
+    assert FakeEngine.started == 1
+    run_with_fake_engine(checkpoint, tmp_path / "once/runs", 3, [fault])
+    assert FakeEngine.started == 2
+    assert re.search(rf"Warning: vLLM's generate {words}; it is started again with the present weights\n", capsys.readouterr().out)
+    assert crash_test.outcome(tmp_path / "once", checkpoints=False) == crash_test.outcome(tmp_path / "plain", checkpoints=False)
+    with pytest.raises(RunStopped, match=f"vLLM's generate {words}, twice; resume = True goes on"):
+        run_with_fake_engine(checkpoint, tmp_path / "twice", 3, [fault, fault])
+    assert [path.name for path in tmp_path.glob("twice/*/checkpoints/*")] == ["step_00000001"]
+
+
+# --- for real: kill -9, memory that ends, vLLM
+
+@pytest.mark.slow
+def test_killed_processes_do_not_end_with_the_same_bits():
+    for row in crash_test.kill_runs(range(4), "transformers", 2):
+        assert row["killed"] and row["same_weights"] and row["same_log"], row
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_killed_processes_with_vllm_do_not_end_with_the_same_bits():
+    for row in crash_test.kill_runs(range(4), "vllm", 2):
+        assert row["killed"] and row["same_weights"] and row["same_log"], row
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_real_engine_cannot_be_started_again(checkpoint, tmp_path):
+    program = """
+import sys, itertools, starter, test_starter as t
+from unittest import mock
+from vllm import LLM
+real, calls = LLM.generate, itertools.count(1)
+def generate(self, *args, **kwargs):
+    if next(calls) == int(sys.argv[3]):
+        raise RuntimeError("the engine died")
+    return real(self, *args, **kwargs)
+with mock.patch.object(LLM, "generate", generate):
+    starter.main(**t.settings(sys.argv[1], sys.argv[2], engine="vllm", save_model=True))
+"""
+    for name, at in (("plain", 99), ("died", 3)):
+        run = subprocess.run([sys.executable, "-c", program, str(checkpoint), str(tmp_path / name / "runs"), str(at)], cwd=HERE, capture_output=True,
+                             text=True, timeout=300)
+        assert run.returncode == 0, run.stderr[-3000:]
+    assert "vLLM's generate failed (RuntimeError: the engine died); it is started again with the present weights" in run.stdout
+    assert crash_test.outcome(tmp_path / "died") == crash_test.outcome(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_real_lack_of_memory_ends_the_run(checkpoint, tmp_path):
+    """The address space is limited to what is held before the first update and a little more; a large microbatch does not fit."""
+    program = """
+import sys, resource, starter, test_starter as t
+from pathlib import Path
+real = starter.accumulate_gradients
+def limited(*args, **kwargs):
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + int(sys.argv[3]) * 2**20, resource.RLIM_INFINITY))
+    try:
+        return real(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+starter.accumulate_gradients = limited
+starter.main(**t.settings(sys.argv[1], sys.argv[2], n_train_steps=2, rollout_batch_size=1024, max_new_tokens=32, max_tokens_per_microbatch=100_000,
+                          save_model=True))
+"""
+    folders = []
+    for name, megabytes in (("plain", 20_000), ("small", 300)):
+        run = subprocess.run([sys.executable, "-c", program, str(checkpoint), str(tmp_path / name), str(megabytes)], cwd=HERE, capture_output=True, text=True,
+                             env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+        folders += (tmp_path / name).glob("*/model")
+    assert "Warning: out of memory: from step 1 on microbatches of" in run.stdout and run.stdout.count("Step ") == 2
+    weights = [torch.cat([p.flatten() for p in starter.init_policy(folder, CPU)[0].parameters()]) for folder in folders]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
