@@ -222,7 +222,7 @@ def arithmetic(text):
                 return OPERATIONS[type(op)](value(left), value(right))  # ** and // are not among them
         raise KeyError(node)
 
-    if len(text) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", text) or re.search(r"\d{10}", text):
+    if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):  # too short for a huge number or for deep nesting
         return None
     try:
         return value(ast.parse(text.strip(), mode="eval").body), used
@@ -239,8 +239,8 @@ def last_number(text):
 
 
 def reward_fn(response_text, problem):
-    """The last <answer>...</answer> of the text against the problem -> 1.0, 0.1 or 0.0. Never raises on any text."""
-    head, closed, _ = response_text.rpartition("</answer>")
+    """The last <answer>...</answer> of the text against the problem -> 1.0, 0.1 or 0.0. Any text is safe to give."""
+    head, closed, _ = response_text[-200_000:].rpartition("</answer>")  # so every copy is bounded: a megabyte at most
     _, opened, answer = head.rpartition("<answer>")
     answer = answer.strip()
     if not (closed and opened and answer):
