@@ -16,20 +16,40 @@ from machine import InputError, RunStopped, TimedOut, describe, time_limit, whol
 
 # --- the input table: what each number in main() must be ------------------------------------------------------------
 
+def plain(value):
+    """-> the value with numpy's and torch's numbers as Python's."""
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else getattr(value, "tolist", lambda: value)()
+
+
+def short(value):
+    """-> repr of what was given, cut to a length that can be read."""
+    text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def is_int(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300  # nor nan
 
 
-def at_least(low):
-    return f"a whole number of at least {low}", lambda value: is_int(value) and value >= low
+def is_prompt(text):
+    """Whether both fields, and no others, can be filled in, and the outcome be tokenised."""
+    try:
+        return "1 2" in text.format(numbers="1 2", target="") and "98" in text.format(numbers="", target="98").encode()
+    except (AttributeError, LookupError, ValueError):
+        return False
+
+
+def at_least(low, most=10**9):
+    return (f"a whole number of at least {low}" + f" and at most {most}" * (most < 10**9),
+            lambda value: is_int(value) and low <= value <= most)
 
 
 def one_of(*options):
-    return "one of " + ", ".join(map(repr, options)), lambda value: value in options
+    return "one of " + ", ".join(map(repr, options)), lambda value: isinstance(value, str) and value in options
 
 
 def between(low, high):

@@ -600,7 +600,6 @@ def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **se
         if not machine.out_of_memory(error):
             raise
     policy.zero_grad()
-    return None
 
 
 def halve(microbatches):

@@ -27,7 +27,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 import starter  # before torch: it sets variables that torch and vLLM read
 from starter import InputError, Response, RunStopped
@@ -35,6 +37,7 @@ from starter import InputError, Response, RunStopped
 import ablate_kl
 import checks
 import crash_test
+import fuzz_reward
 import machine
 import make_tiny
 import verify_kl
@@ -205,16 +208,132 @@ def test_division_by_zero_has_a_value():
     assert starter.reward_fn("<answer>7*(5-5)</answer>", {"numbers": [5, 5, 7], "target": 0}) == 1.0
 
 
-def test_hostile_text_raises_or_hangs_the_reward():
-    problem, word = {"numbers": [3, 5, 7], "target": 22}, {"answer": "72"}
-    hostile = ["(" * 10**6, "9**9**9", "1" * 10**6, "1/0", "0/0", "3*5+7" + "+0" * 10**5, "\0", "\u0663*5+7", "\uff13*5+7", "3e9", "0x3", "3_5",
-               "-" * 150 + "3", "3\n*5+7", "1,," * 50, "$" * 100, "." * 100, "-.", "\ud800", "[].__class__", "1" + "*999999999" * 19, "7(3)", "3 5 7"]
-    hostile += ["<answer>" * 10**5, "<answer>3</answer>" * 10**5]
-    for text in hostile:
-        for task in (problem, word):
-            start = time.process_time()
-            assert starter.reward_fn(f"<answer>{text}</answer>", task) in (0.0, 0.1)
-            assert time.process_time() - start < 1  # a hang, not a speed
+COUNTDOWN, NUMBER, TEXT = fuzz_reward.PROBLEMS
+# what stands between the tags, and how often; none of these is the answer to any of the three problems
+HOSTILE = [
+    ("(", 10**6), ("-", 10**6), ("[", 10**6), ("3(", 10**6), ("(3", 60), ("3(((3(3(", 25), ("(3(***", 33), ("-(", 10**5), ("((5))", 20), ("-" * 150 + "3", 1),
+    ("9**", 10**5), ("9**9**9", 1), ("3**22222222", 1), ("999999999*", 19),
+    ("9" * 199, 1), ("1" * 4301, 1), ("1", 10**7), ("1/", 10**6), ("1e9", 10**5),
+    ("+0", 10**5), ("3+", 10**5), ("()", 10**5), ("1/0", 1), ("0/0+", 40), ("3/(5-5)+7", 1), ("3//5", 1),
+    ("03*5+7", 1), ("+3*5+7", 1), ("3*5+7+0", 1), ("3*5+7+3-3", 1), ("5+5+5+7", 1), ("3 *\n5+7", 1), ("3;5", 1), ("3*5+7#", 1),
+    ("\u0663*\u0665+\u0667", 1), ("\uff13*\uff15+\uff17", 1), ("\uff11\uff12\uff13\uff14.\uff15", 1), ("\u0661,\u0662\u0663\u0664.\u0665", 1),
+    ("\u00b2", 100), ("\u2167", 100), ("\u2212", 10**6), ("\u200b", 10**6), ("\u3000", 10**6), ("\ufeff1", 3), ("\U0001d7db*\U0001d7dd", 1), ("\u202e7+5*3", 1),
+    ("\0", 1), ("3*5+7\0", 1), ("\0", 10**6), ("\ud800", 1), ("3*5+7\udfff", 1), ("\udcff", 10**6), ("\ud83d\ude00", 10**5), ("a\u0301", 10**6),
+    ("<answer>", 10**5), ("</answer>", 10**5), ("<answer>3</answer>", 10**5), ("</answer><answer>", 10**5), ("<answer", 10**6), ("nswer>", 10**6),
+    ("1,", 10**6), ("1,,", 60), (".", 10**6), ("1.", 60), ("-$", 10**6), ("$", 199), ("-.", 1), ("1.5.", 50), ("\n", 10**6), ("3 5 7 22", 10**5), ("nan", 1), ("inf", 1),
+    ("__import__('os').abort()", 1), ("[].__class__", 1), ("lambda:3", 1), ("{}.x", 1), ("'%s'%3", 1), ("1 if 3 else 5", 1), ("3and 22", 1), ("22j", 1), ("0x16", 1), ("2_2", 1),
+    ("\U0001f600", 2_500_000), ("\U0001f600", 10**7), ("\U0001f600<answer>3", 10**6), ("\U0001d7db", 10**6), ("x" * 10**6 + "\U0001f600", 2),
+]
+
+CHARACTERS = strategies.characters(exclude_categories=()) | strategies.sampled_from([*"".join(fuzz_reward.PIECES)])
+
+
+def harm(text):
+    """-> what is wrong with the reward of a text, for each problem: an exception, a value, a time, an allocation."""
+    return [(wrong, problem) for problem in fuzz_reward.PROBLEMS for wrong in (fuzz_reward.examine(text, problem)[0],) if wrong]
+
+
+def test_reward_raises_or_swells_on_hostile_text():
+    sizes = [(piece, n) for piece, times in HOSTILE for n in sorted({times, min(times, 190_000 // len(piece))})]  # 190,000: both tags are read
+    for piece, times in sizes:
+        body = piece * times
+        for text in (body, f"<answer>{body}</answer>", f"<answer>3*5+7</answer> <answer>{body}</answer>"):
+            assert not harm(text), (harm(text), piece[:50], times)
+            assert all(starter.reward_fn(text, problem) < 1 for problem in fuzz_reward.PROBLEMS), (piece[:50], times)
+        for solution, problem in (("3*5+7", COUNTDOWN), ("1234.5", NUMBER), ("a b", TEXT)):
+            assert starter.reward_fn(f"{body}<answer> {solution}\n</answer>", problem) == 1.0, (piece[:50], times)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
+@hypothesis.given(strategies.text(CHARACTERS, max_size=300) | strategies.text(CHARACTERS, min_size=50, max_size=300), strategies.integers(0, 3))
+def test_reward_raises_or_swells_on_any_text(text, tags):
+    assert not harm("<answer>" * (tags & 1) + text + "</answer>" * (tags >> 1)), text
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
+@hypothesis.given(strategies.lists(strategies.tuples(strategies.sampled_from(fuzz_reward.PIECES) | strategies.text(CHARACTERS, max_size=9),
+                                                     strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4, 3 * 10**5])), max_size=12))
+def test_reward_raises_or_swells_on_repeated_pieces(pieces):
+    text = "".join(piece * times for piece, times in pieces)
+    assert not harm(f"<answer>{text}</answer>") + harm(text), pieces
+
+
+def test_reward_raises_where_the_stack_is_nearly_full():
+    def deeper(n):
+        return deeper(n - 1) if n else starter.reward_fn(f"<answer>{'-' * 190}3</answer>", COUNTDOWN)
+    depth = next(n for n in itertools.count(1) if not sys._getframe(n).f_back)
+    for left in (400, 150, 120, 100):
+        assert deeper(sys.getrecursionlimit() - depth - left) == 0.1, left
+
+
+def expressions():
+    """Strings of arithmetic, most of them well-formed: numbers, signs, parentheses, spaces."""
+    number = strategies.sampled_from(["3", "5", "7", "0", "22", "00", "07", "999999999", "1" * 12])
+    operator = strategies.sampled_from([*"+-*/", " + ", " * ", "**", "//", " "])
+    return strategies.recursive(number, lambda inner: strategies.builds("({})".format, inner) | strategies.builds("-{}".format, inner)
+                                | strategies.builds("{}{}{}".format, inner, operator, inner), max_leaves=30)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=500)
+@hypothesis.given(expressions() | strategies.text("357()+-*/ ", max_size=12))
+def test_value_or_numbers_differ_from_a_second_parsers(text):
+    parsed = starter.arithmetic(text)
+    value, used = parsed or (22, [3, 5, 7])  # what is refused here must not solve there
+    problem = {"numbers": used, "target": value}
+    assert fuzz_reward.solves(f"<answer>{text}</answer>", problem) == bool(parsed), (text, parsed)
+    assert not parsed or starter.reward_fn(f"<answer>{text}</answer>", problem) == 1.0, text
+    assert not parsed or starter.reward_fn(f"<answer>{text}</answer>", problem | {"target": value + 1}) == 0.1, text
+
+
+def test_countdown_is_solved_by_other_expressions_than_a_second_parsers():
+    solved = 0
+    for numbers in itertools.permutations("357"):
+        for (x, y), shape in itertools.product(itertools.product("+-*/", repeat=2), ("{}{}{}{}{}", "({}{}{}){}{}", "{}{}({}{}{})", "-({}{}{}){}{}", "{}{}-{}{}{}")):
+            text = f"<answer>{shape.format(numbers[0], x, numbers[1], y, numbers[2])}</answer>"
+            for target in (22, 1, -22, 26, 50):
+                problem = COUNTDOWN | {"target": target}
+                assert (starter.reward_fn(text, problem) == 1.0) == fuzz_reward.solves(text, problem), text
+                solved += fuzz_reward.solves(text, problem)
+    assert solved > 40  # else all would agree on nothing
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
+@hypothesis.given(strategies.decimals(-10**9, 10**9, places=2), strategies.sampled_from(["{:.2f}", "{:,.2f}", "so it is {:,.2f}", "{:,.3f} dollars"]))
+def test_number_is_read_otherwise_than_it_is_written(number, style):
+    problem = {"answer": f"{number:,.2f}"}
+    text = f"<answer>9</answer><answer> {style.format(number)} </answer> 9"
+    assert starter.reward_fn(text, problem) == 1.0
+    assert starter.reward_fn(text.replace("-", "\u2212"), problem) == 1.0
+    assert starter.reward_fn(text, {"answer": str(number + 1)}) == 0.1
+
+
+def test_answer_before_a_long_ending_is_lost_or_read_for_ever():
+    assert starter.reward_fn("<answer>3*5+7</answer>" + "\U0001f600" * 199_000, COUNTDOWN) == 1.0
+    assert starter.reward_fn("<answer>3*5+7</answer>" + "\U0001f600" * 200_000, COUNTDOWN) == 0.0
+    assert starter.reward_fn(f"<answer>{'x' * 150_000}</answer>", {"answer": "x" * 150_000}) == 1.0
+
+
+def test_text_that_fuzzing_found_breaks_a_limit():
+    lines = fuzz_reward.CORPUS.read_text().splitlines()
+    assert 50 < len(lines) <= 300 and fuzz_reward.CORPUS.stat().st_size <= 100_000
+    assert not [(text, harm(text)) for text in map(json.loads, lines) if harm(text)]
+    assert {starter.reward_fn(json.loads(line), COUNTDOWN) for line in lines} == {0.0, 0.1, 1.0}
+
+
+def test_checker_of_the_fuzzing_sees_nothing(monkeypatch):
+    harmful = {"raised": lambda text, problem: 1 / 0, "returned": lambda text, problem: 0.5, "allocated": lambda text, problem: 0.0 * len(bytes(11 * 10**6)),
+               "took": lambda text, problem: 0.0 * sum(range(10**6)), "unlike the checker": lambda text, problem: 1.0}
+    for what, reward in harmful.items():
+        monkeypatch.setattr(starter, "reward_fn", reward)
+        assert what in fuzz_reward.examine("<answer>3*5</answer>", COUNTDOWN)[0], what
+
+
+def test_published_fuzzing_broke_a_limit_or_is_short():
+    header, *rows = [line.split(",") for line in re.sub('"(.*?)"', lambda m: m[1].replace(",", ""), fuzz_reward.RESULTS.read_text()).splitlines()]
+    row = dict(zip(header, rows[-1]))
+    assert int(row["inputs"]) >= 10**6 and row["broken"] == "0" and float(row["slowest in ms"]) <= 10 and float(row["largest allocation in MB"]) <= 10
+    assert row["command"] == f"python fuzz_reward.py --runs {row['inputs']}" and 0 < int(row["solved"]) < int(row["with an answer"])
+    assert int(row["corpus size"]) == len(fuzz_reward.CORPUS.read_text().splitlines())
 
 
 @pytest.mark.parametrize("reward, message", [
@@ -1367,9 +1486,12 @@ class FakeEngine:
         self.weights = {name: p.clone() for name, p in args[0]}
 
     def reset_prefix_cache(self):
+        self.fresh = True
         return True
 
     def generate(self, prompts, params, use_tqdm):
+        assert self.fresh, "what was cached before would decide over bits"
+        self.fresh = False
         if self.faults:
             self.faults.pop()()
         assert all(torch.equal(p, self.weights[name]) for name, p in self.policy.named_parameters()), "old weights"
@@ -1687,7 +1809,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("return value(ast.parse(text.strip(), mode=\"eval\").body), used", "return value(ast.parse(text.strip(), mode=\"eval\").body), []"),
     ('.replace(",", ""))', ")"),
     ("return 1.0 if solved else 0.1", "return 1.0 if solved else 0.0"),
-    ("problems[i // group_size]", "problems[i % len(problems)]"),
+    ("[problem for problem in problems for _ in range(len(responses) // len(problems))]", "problems * (len(responses) // len(problems))"),
     ("torch.where(all_equal, 0.0, groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean(dim=1, keepdim=True)"),
     ("groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean())"),
     ("groups.std(dim=1, keepdim=True) +", "groups.std(dim=1, keepdim=True, unbiased=False) +"),
@@ -1736,11 +1858,12 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("(0 if step % 10 else 1 if reached else -1)", "(0 if step % 10 else 1 if reached else 0)"),
     ("c.kl_coef * (floor / c.kl_coef) ** min(1.0, step / c.beta_schedule_steps)", "floor if step >= c.beta_schedule_steps else c.kl_coef"),
     ('"kl_per_token": shown["exact"]', '"kl_per_token": shown["k2"]'),
-    ("beta = next_beta(beta, means", "next_beta(beta, means"),
-    ('kl_coef=beta["beta"], **step_settings(c))', "kl_coef=kl_coef, **step_settings(c))"),
-    ("        policy.zero_grad()\n", ""),
-    ("if both[0] != both[1] and", "if"),
-    ('rows["ref_hidden"] = response_hidden(ref_model,', 'rows["ref_hidden"] = response_hidden(policy,'),
+    ("kl = next_beta(kl, means", "next_beta(kl, means"),
+    ('microbatches, kl["beta"], seconds,', "microbatches, kl_coef, seconds,"),
+    ("        policy.zero_grad()\n", "", "checks.py"),
+    ("    policy.zero_grad()\n", ""),
+    ("if both[0] != both[1] and", "if", "checks.py"),
+    ("hidden = response_hidden(ref_model, rows", "hidden = response_hidden(policy, rows"),
     ("advantages = put_kl_into_advantages(advantages, rows", "put_kl_into_advantages(advantages, rows"),
     ("mask.cumsum(1)[mask] - 1", "mask.cumsum(1)[mask]"),
     ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),
@@ -1758,31 +1881,82 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("torch.exp(old_log_probs - rows[\"rollout_log_probs\"])", "torch.exp(rows[\"rollout_log_probs\"] - old_log_probs)"),
     ('rows.get("old_log_probs", found["log_probs"].detach())', 'found["log_probs"].detach()'),
     ("torch.where(mask, loss * rows[\"weights\"], 0.0).sum()", "torch.where(mask, loss * rows[\"weights\"], 0.0).mean()"),
-    ("4 * first_diff", "400 * first_diff"),
-    ("mean, limit = diff.mean().item(), 1e-3", "mean, limit = diff.mean().item(), 1e-1"),
-    ("if not mean <= limit:", "if mean > limit:"),
+    ("4 * first_diff", "400 * first_diff", "checks.py"),
+    ("mean, limit = diff.mean().item(), 1e-3", "mean, limit = diff.mean().item(), 1e-1", "checks.py"),
+    ("if not mean <= limit:", "if mean > limit:", "checks.py"),
     (").eval().requires_grad_(False) if leash else None", ").eval() if leash else None"),
     ("copy.deepcopy(policy).eval()", "policy.eval()"),
     ("optimizer.zero_grad()", "pass"),
     ("leash = c.use_kl_penalty and c.kl_coef > 0", "leash = c.use_kl_penalty"),
-    ("seed=(c.seed << 32) + (step << 20), eos", "seed=step << 20, eos"),
+    ("seed=(c.seed << 32) + (step << 20), **", "seed=step << 20, **"),
     ('share = rows["response_mask"].sum() / n_tokens', "share = 1 / len(microbatches)"),
-    ("policy.save_pretrained(run_folder", "init_policy(model_folder, c.device)[0].save_pretrained(run_folder"),
+    ("policy.save_pretrained(run.folder", "init_policy(model_folder, c.device)[0].save_pretrained(run.folder"),
+    ("response_text[-200_000:].rpartition", "response_text.rpartition"), ("{1,200}", "+"), (", re.ASCII)", ")"), ("MemoryError, RecursionError):", "MemoryError):"),
+    # what a resumed run must not forget, and what must not be done twice
+    ("set_random_states(state)\n", "pass\n", "machine.py"),
+    ("elif name in named:", "elif False:", "machine.py"),
+    ("parameter.copy_(named[name])", "pass", "machine.py"),
+    ('self.optimizer.state.get(parameter, {}).items():', '{}.items():', "machine.py"),
+    ("random.seed(c.seed), ", "", "machine.py"),
+    ("random.setstate((version, tuple(keys), gauss))", "pass", "machine.py"),
+    ("os.truncate(path, min(sizes[path.name], path.stat().st_size))", "pass", "machine.py"),
+    ("                path.unlink()\n", "                pass\n", "machine.py"),
+    ("if not wrong:", "if True:", "machine.py"),
+    ('for name in ("state.json", *sums)', "for name in sums", "machine.py"),
+    ('glob("checkpoints/step_*"), reverse=True)', 'glob("checkpoints/step_*"))', "machine.py"),
+    ('sorted(home.glob("step_*"))[:-2]', 'sorted(home.glob("step_*"))[:-1]', "machine.py"),
+    ('            temporary.rename(final)\n', '            shutil.copytree(temporary, final)\n', "machine.py"),
+    ('temporary, final = home / "unfinished", home', 'temporary = final = home', "machine.py"),
+    ("self.write_config()  # should", "pass  # should", "machine.py"),
+    ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "machine.py"),
+    ('before = state.get("before", {})', "before = {}"),
+    ('first_step = c.rollout_batch_size // c.group_size, time.perf_counter(), state["step"] + 1', 'first_step = c.rollout_batch_size // c.group_size, time.perf_counter(), 1'),
+    ("(step - 1) % c.eval_every == 0", "step % c.eval_every == 0"),
+    ('"said": sorted(said)', '"said": []'),
+    ('"kl": kl, "first": first,', '"kl": state["kl"], "first": first,'),
+    ("machine.load_checkpoint(checkpoint, state, policy, optimizer)", "pass"),
+    ("        checks.check_start(state, start, c)\n", ""),
+    ("if name not in MAY_CHANGE:", "if False:", "checks.py"),
+    # faults
+    ("if not broken:", "if True:"),
+    ("run.weights_move()", "pass"),
+    ('state["in_a_row"] + 1 if broken else 0', '1 if broken else 0'),
+    ('"skipped": metrics["skipped_steps"]', '"skipped": 0'),
+    ('"max_tokens": max_tokens, "skipped"', '"max_tokens": c.max_tokens_per_microbatch, "skipped"'),
+    ("for part in (slice(n), slice(n, None))", "for part in (slice(n), slice(n - 1, None))"),
+    ("if all(n == len(rows", "if any(n == len(rows"),
+    ("if not machine.out_of_memory(error):", "if False:"),
+    ("isinstance(error, torch.OutOfMemoryError) or ", "", "machine.py"),
+    ("DefaultCPUAllocator: can't", "no allocator's words: can't", "machine.py"),
+    ("if self.signals or c.save_every and", "if c.save_every and", "machine.py"),
+    ("raise SystemExit(128 + self.signals[0])", "return", "machine.py"),
+    (">= c.max_skipped:", "> c.max_skipped:", "machine.py"),
+    ("            except Exception:\n                if self.state and", "            except ZeroDivisionError:\n                if self.state and", "machine.py"),
+    ("self.state, step = state, state", "step = state", "machine.py"),
+    ("except (OSError, SafetensorError) as error:", "except SafetensorError as error:", "machine.py"),
+    ("except (OSError, SafetensorError) as error:", "except OSError as error:", "machine.py"),
+    ("                self.writer = None\n                print", "                print", "machine.py"),
+    ("if attempt == 2:", "if attempt == 3:", "machine.py"),
+    ("            load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "machine.py"),
+    ("class TimedOut(BaseException)", "class TimedOut(Exception)", "machine.py"),
+    ("rewards.append(float(if_broken if what else value))", "rewards.append(0.0 if what else float(value))", "checks.py"),
+    ("    llm.reset_prefix_cache()  #", "    pass  #"),
 ]
 
 
 def survives(fault):
-    """-> None when the fast tier catches this fault, else a line about it."""
+    """-> None when the fast tier catches this fault, else a line about it. fault: what stands there, what it becomes, file (starter.py)."""
     import tempfile
-    before, after = fault
-    if SOURCE.count(before) != 1:
-        return f"stands {SOURCE.count(before)} times in starter.py, must be once: {before}"
+    before, after, file = (*fault, "starter.py")[:3]
+    source = (HERE / file).read_text()
+    if source.count(before) != 1:
+        return f"stands {source.count(before)} times in {file}, must be once: {before}"
     with tempfile.TemporaryDirectory() as folder:
-        for path in (*HERE.glob("*.py"), HERE / "pytest.ini", HERE / "README_KL.md"):
+        for path in (*HERE.glob("*.py"), HERE / "pytest.ini", HERE / "README_KL.md", HERE / "fuzz_corpus.jsonl"):
             shutil.copy(path, folder)
         for part in ("results", "figures"):
             shutil.copytree(HERE / part, Path(folder, part))
-        Path(folder, "starter.py").write_text(SOURCE.replace(before, after))
+        Path(folder, file).write_text(source.replace(before, after))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-k", "not budgets"]
         try:
             run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
