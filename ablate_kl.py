@@ -548,9 +548,41 @@ def draw():
         plt.close(figure)
 
 
+def kill_table():
+    """Runs that were killed and resumed, by engine and phase."""
+    rows, lines = read_csv(RESULTS / "kills.csv"), []
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        mine = [row for row in rows if row["engine"] == engine]
+        same = [row for row in mine if row["killed"] == row["same_weights"] == row["same_log"] == "True"]
+        phases = [f"{sum(row['phase'] == phase for row in mine)} in {phase}" for phase in dict.fromkeys(
+            row["phase"] for row in mine)]
+        fresh = sum(row["went_on"] == "from the start" for row in mine)
+        lines.append([engine, str(len(mine)), ", ".join(phases), str(fresh), str(len(same))])
+    return markdown(["engine", "killed", "when", "before the first checkpoint", "ended with the same bits"], lines)
+
+
+def mutant_table():
+    """Planted faults by file, how many the fast tests catch, and those that they do not."""
+    rows = read_csv(RESULTS / "mutants.csv")
+    lines = [[file, str(sum(row["file"] == file for row in rows)),
+              str(sum(row["file"] == file and row["caught"] == "True" for row in rows))]
+             for file in dict.fromkeys(row["file"] for row in rows)]
+    missed = [f"`{row['stands'].strip()}` → `{row['becomes'].strip()}`" for row in rows if row["caught"] != "True"]
+    return markdown(["file", "planted", "caught"], lines) + (f"\n\nNot caught: {'; '.join(missed)}." if missed else "")
+
+
+def fuzz_table():
+    """The last run of the fuzzer."""
+    row = read_csv(RESULTS / "fuzz.csv")[-1]
+    names = ["inputs", "with an answer", "solved", "longer than 100,000", "broken", "slowest in ms",
+             "largest allocation in MB", "corpus size"]
+    return markdown(names, [[row[name] for name in names]])
+
+
 TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table,
           "engines": engine_table, "verdicts": verdict_table, "gradients": gradient_table, "values": value_table,
-          "variance": variance_table, "explosion": explosion_table, "length": length_table, "rules": rule_table}
+          "variance": variance_table, "explosion": explosion_table, "length": length_table, "rules": rule_table,
+          "kills": kill_table, "fuzz": fuzz_table, "mutants": mutant_table}
 
 
 def with_tables(text):

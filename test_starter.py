@@ -4,6 +4,7 @@
     pytest                   everything; tests of vLLM and TRL are skipped, by name, where these are not installed
 """
 import ast
+import csv
 import fcntl
 import gc
 import importlib.util
@@ -17,6 +18,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -1545,6 +1547,13 @@ def test_engine_is_not_restarted_or_has_old_weights(checkpoint, tmp_path, capsys
 
 # --- for real: kill -9, memory that ends, vLLM
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_published_kill_was_not_survived(engine):
+    rows = [row for row in ablate_kl.read_csv(HERE / "results" / "kills.csv") if row["engine"] == engine]
+    assert len(rows) == 50 and {row["phase"] for row in rows} == set(crash_test.PHASES)
+    assert all((row["killed"], row["same_weights"], row["same_log"]) == ("True",) * 3 for row in rows)
+
+
 @pytest.mark.slow
 def test_killed_processes_do_not_end_with_the_same_bits():
     for row in crash_test.kill_runs(range(4), "transformers", 2):
@@ -1745,6 +1754,12 @@ def test_something_from_outside_is_executed():
                 assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (path.name, node.lineno)
 
 
+def test_local_model_is_loaded_over_the_network(checkpoint, tmp_path):
+    with mock.patch.object(socket.socket, "connect", side_effect=AssertionError("network")), \
+            mock.patch.object(socket, "getaddrinfo", side_effect=AssertionError("network")):
+        starter.main(**settings(checkpoint, tmp_path, save_model=True))
+
+
 README = (HERE / "README_KL.md").read_text()
 
 
@@ -1863,7 +1878,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("        policy.zero_grad()\n", "", "checks.py"),
     ("    policy.zero_grad()\n", ""),
     ("if both[0] != both[1] and", "if", "checks.py"),
-    ("hidden = response_hidden(ref_model, rows", "hidden = response_hidden(policy, rows"),
+    ("            hidden = response_hidden(ref_model, rows", "            hidden = response_hidden(policy, rows"),
     ("advantages = put_kl_into_advantages(advantages, rows", "put_kl_into_advantages(advantages, rows"),
     ("mask.cumsum(1)[mask] - 1", "mask.cumsum(1)[mask]"),
     ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),
@@ -1966,14 +1981,20 @@ def survives(fault):
 
 
 def run_mutants():
+    """Each planted fault and whether it was caught -> results/mutants.csv; survivors are printed. Nearly an hour on two cores."""
     from concurrent.futures import ThreadPoolExecutor
-    survivors = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in filter(None, pool.map(survives, MUTANTS)):
-            survivors += 1
-            print(line, flush=True)
-    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} planted faults caught")
-    return 1 if survivors else 0
+    rows = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool, open(HERE / "results" / "mutants.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["file", "stands", "becomes", "caught"])
+        writer.writeheader()
+        for fault, line in zip(MUTANTS, pool.map(survives, MUTANTS)):
+            rows.append(dict(zip(("stands", "becomes", "file", "caught"), (*fault, "starter.py")[:3] + (line is None,))))
+            writer.writerow(rows[-1])
+            file.flush()
+            if line:
+                print(line, flush=True)
+    print(f"{sum(row['caught'] for row in rows)} of {len(rows)} planted faults caught")
+    return 0 if all(row["caught"] for row in rows) else 1
 
 
 if __name__ == "__main__":
