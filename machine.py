@@ -240,11 +240,9 @@ class Run:
                 shutil.rmtree(path, ignore_errors=True)
             temporary.mkdir(parents=True)
             self.write_config()  # should the folder have vanished meanwhile
-            self.log("flush")
-            sizes = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}
             for kind, named in tensors.items():
                 save_file(named, temporary / f"{kind}.safetensors")
-            (temporary / "state.json").write_text(json.dumps(state | random_states() | {"log_sizes": sizes}))
+            (temporary / "state.json").write_text(json.dumps(state))
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(temporary.iterdir())]
             (temporary / "SHA256SUMS").write_text("".join(sums))
             for path in [*temporary.iterdir(), temporary, *self.folder.glob("events.*")]:
@@ -264,11 +262,13 @@ class Run:
 
     def end_of_step(self, state, c):
         """A checkpoint where one is due; after SIGTERM or Ctrl-C the run ends here, after max_skipped steps too."""
-        self.state, step = state, state["step"]
+        self.log("flush")
+        sizes, step = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}, state["step"]
+        self.state = state | random_states() | {"log_sizes": sizes}  # as they are now, whenever it is written
         if self.signals or c.save_every and (step % c.save_every == 0 or step == c.n_train_steps):
-            self.save(state)
+            self.save(self.state)
         if self.signals:
-            print(f"stopped after step {step}; resume = True goes on", flush=True)
+            print(f"stopped after step {step}; resume = True goes on from step {self.saved}", flush=True)
             raise SystemExit(128 + self.signals[0])
         if state["in_a_row"] >= c.max_skipped:
             raise RunStopped(f"{state['in_a_row']} steps in a row had a loss or gradient that is not finite; look into "

@@ -1274,7 +1274,7 @@ def test_damaged_checkpoint_is_loaded(checkpoint, tmp_path, undisturbed, stopped
 def test_signal_loses_the_step_or_ends_without_a_checkpoint(checkpoint, tmp_path, undisturbed, capsys, number, status):
     with at_call(starter, "accumulate_gradients", 5, lambda: os.kill(os.getpid(), number)), pytest.raises(SystemExit) as stopped:
         starter.main(**run_settings(checkpoint, tmp_path / "runs", save_every=0))
-    assert stopped.value.code == status and "stopped after step 3; resume = True goes on" in capsys.readouterr().out
+    assert stopped.value.code == status and "stopped after step 3; resume = True goes on from step 3" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     gc.collect()
     starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
@@ -1473,6 +1473,19 @@ def test_broken_reward_loses_the_run_or_its_text(checkpoint, tmp_path, capsys, b
     assert re.search(rf"Warning: reward {re.escape(words)} .*; it gets -1.0\n", capsys.readouterr().out)
     reward_mean = dict(scalars(result["run_folder"])["train/reward_mean"])
     assert reward_mean[2] < reward_mean[1] and len(reward_mean) == 3
+
+
+def test_run_that_its_reward_stopped_goes_on_elsewhere(checkpoint, tmp_path, undisturbed):
+    """Raised in the fourth step, after the evaluation of the third: neither its random numbers nor its lines may count."""
+    calls = itertools.count(1)
+
+    def reward(text, problem):
+        return 1 / (next(calls) != 1 + 20 + 3 * 16 + 20 + 5) and crash_test.noisy_variety(text, problem)
+
+    with pytest.raises(InputError, match="ZeroDivisionError"):
+        starter.main(**run_settings(checkpoint, tmp_path / "runs", reward=reward, save_every=0))
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    assert crash_test.outcome(tmp_path) == undisturbed
 
 
 # --- an engine that dies or hangs
@@ -1948,7 +1961,9 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("raise SystemExit(128 + self.signals[0])", "return", "machine.py"),
     (">= c.max_skipped:", "> c.max_skipped:", "machine.py"),
     ("            except Exception:\n                if self.state and", "            except ZeroDivisionError:\n                if self.state and", "machine.py"),
-    ("self.state, step = state, state", "step = state", "machine.py"),
+    ("self.state = state | random_states() | {\"log_sizes\": sizes}", "self.state = state", "machine.py"),
+    ("self.state = state | random_states()", "self.state = self.state if self.state else state | random_states()", "machine.py"),
+    ("(json.dumps(state))", "(json.dumps(state | random_states()))", "machine.py"),
     ("except (OSError, SafetensorError) as error:", "except SafetensorError as error:", "machine.py"),
     ("except (OSError, SafetensorError) as error:", "except OSError as error:", "machine.py"),
     ("                self.writer = None\n                print", "                print", "machine.py"),
