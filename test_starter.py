@@ -1937,6 +1937,39 @@ def test_misspelt_option_is_passed_over(checkpoint, tmp_path):
         starter.main(**settings(checkpoint, tmp_path, grop_size=8))
 
 
+GOOD = [  # what differs from the small checkpoint, what is changed
+    (dict(config=dict(vocab_size=100)), {}),  # rows that no token has, added for speed
+    (dict(drop="pad_token"), {}), (dict(template=None), {}),
+    (dict(template="{% for m in messages %}<|user|>{{ m['content'] }}<|assistant|>{% endfor %}"), {}),
+    ({}, dict(model_id=Path, out_dir=Path)),
+    ({}, dict(numbers_per_problem=[2, 3])), ({}, dict(numbers_per_problem=numpy.array([2, 3]), kl_ratio_cap=math.inf, epochs_per_rollout=2, **leash())),
+    ({}, dict(group_size=numpy.int64(4), seed=numpy.int32(7), learning_rate=numpy.float32(0.001), normalize_by_std=numpy.bool_(False), clip_range=torch.tensor(0.25))),
+    ({}, dict(task="gsm8k", train_file=Path, eval_file=None)), ({}, dict(task="gsm8k", train_file=str, eval_file=Path)),
+]
+
+
+@pytest.mark.parametrize("differs, changes", GOOD, ids=[", ".join([*differs, *changes]) or "plain" for differs, changes in GOOD])
+def test_good_input_is_refused(tmp_path, capsys, differs, changes):
+    folder, files = save_checkpoint(tmp_path / "model", **differs.get("config", {})), dict(model_id=tmp_path / "model", out_dir=tmp_path / "runs")
+    for name, rows in (("train_file", range(40)), ("eval_file", range(40, 50))):  # as written on Windows: a mark at the start, \r\n, an empty line at the end
+        files[name] = tmp_path / name
+        text = "".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) + "\r\n" for i in rows)
+        files[name].write_bytes(f"\ufeff{text}\r\n".encode())
+    if "drop" in differs:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != differs["drop"]}))
+    if "template" in differs:
+        (folder / "chat_template.jinja").unlink() if differs["template"] is None else (folder / "chat_template.jinja").write_text(differs["template"])
+    changes = {name: value(files[name]) if isinstance(value, type) else value for name, value in changes.items()}
+    given = settings(folder, files["out_dir"], n_train_steps=1, n_eval_problems=4, save_every=1) | changes
+    run_folder = starter.main(**given)["run_folder"]
+    assert capsys.readouterr().out.count("Warning: the chat template") == bool(differs.get("template"))
+    kept = json.loads((run_folder / "config.json").read_text())
+    assert {key: kept[key] for key in changes} == {key: str(value) if isinstance(value, Path) else checks.plain(value) for key, value in changes.items()}
+    starter.main(**(given | {key: checks.plain(value) for key, value in changes.items()} | dict(n_train_steps=2, resume=run_folder)))
+    assert (run_folder / "checkpoints" / "step_00000002").is_dir() and " at 0x" not in machine.describe(partial(lambda: 0))
+
+
 def test_user_sees_a_traceback_or_exit_code_zero(checkpoint, tmp_path):
     program = f"import starter; starter.main(model_id={str(checkpoint)!r}, group_size=7, rollout_batch_size=100, out_dir={str(tmp_path)!r})"
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
