@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from machine import InputError, RunStopped, TimedOut, describe, time_limit, whole_checkpoint
+from machine import InputError, RunStopped, TimedOut, check_out_dir, describe, short, time_limit, whole_checkpoint
 
 # --- the input table: what each number in main() must be ------------------------------------------------------------
 
@@ -21,31 +21,25 @@ def plain(value):
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else getattr(value, "tolist", lambda: value)()
 
 
-def short(value):
-    """-> repr of what was given, cut to a length that can be read."""
-    text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
-    return text if len(text) <= 200 else text[:200] + "..."
+def is_number(value, kind=(int, float)):
+    return isinstance(value, kind) and not isinstance(value, bool) and -1e300 < value < 1e300  # so no nan either
 
 
-def is_int(value):
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300  # nor nan
+def is_path(value):
+    return isinstance(value, (str, Path)) and str(value) != ""
 
 
 def is_prompt(text):
     """Whether both fields, and no others, can be filled in, and the outcome be tokenised."""
     try:
-        return "1 2" in text.format(numbers="1 2", target="") and "98" in text.format(numbers="", target="98").encode()
-    except (AttributeError, LookupError, ValueError):
+        filled = text.format(numbers="<1 2>", target=345).encode()
+        return b"<1 2>" in filled and b"345" in filled
+    except (AttributeError, LookupError, TypeError, ValueError):
         return False
 
 
-def at_least(low, most=10**9):
-    return (f"a whole number of at least {low}" + f" and at most {most}" * (most < 10**9),
-            lambda value: is_int(value) and low <= value <= most)
+def at_least(low):
+    return f"a whole number from {low} to 10**9", lambda value: is_number(value, int) and low <= value <= 10**9
 
 
 def one_of(*options):
@@ -62,89 +56,80 @@ def nearest(value, options, example="none"):
     return f"did you mean {near[0]!r}?" if near else f"use for example {example!r}"
 
 
-ABOVE_ZERO = "a number above 0", lambda value: is_number(value) and value > 0
-FLAG = "True or False", lambda value: isinstance(value, bool)
-RULES = {  # name: ((requirement, test), value that works)
-    "engine": (one_of("auto", "vllm", "transformers"), "auto"),
-    "device": (("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v))), "auto"),
-    "seed": (at_least(0), 0),
-    "n_train_steps": (at_least(1), 100),
-    "rollout_batch_size": (at_least(2), 128),
-    "group_size": (at_least(2), 8),
-    "max_new_tokens": (at_least(1), 256),
-    "temperature": (between(0.01, 10), 1.0),
-    "normalize_by_std": (FLAG, True),
-    "advantage_eps": (ABOVE_ZERO, 1e-6),
-    "loss_average": (one_of("grpo", "dapo", "dr_grpo"), "dapo"),
-    "clip_range": (between(0, 0.99), 0.2),
-    "clip_range_high": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
-    "importance_cap": (("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1), 2.0),
-    "epochs_per_rollout": (at_least(1), 1),
-    "use_kl_penalty": (FLAG, False),
-    "kl_coef": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.01),
-    "kl_estimator": (one_of("k1", "k2", "k3", "exact"), "k3"),
-    "kl_gradient": (one_of("reverse", "as_written"), "reverse"),
-    "kl_in": (one_of("loss", "loss_to_go", "reward"), "loss"),
-    "kl_ratio_cap": (("a number of at least 1, or math.inf", lambda v: v == math.inf or is_number(v) and v >= 1), 2.0),
-    "kl_adaptation_method": (("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str)), "none"),
-    "kl_clip_threshold": (("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0), None),
-    "kl_target": (("None or a number above 0, in nats per token", lambda v: v is None or is_number(v) and v > 0), None),
-    "dynamic_beta_decay": (("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1), 0.9),
-    "reward_threshold": (("a number", is_number), 0.8),
-    "beta_min": (("a number of at least 0", lambda v: is_number(v) and v >= 0), 0.0),
-    "beta_schedule_steps": (at_least(1), 1000),
-    "reproduce_paper": (FLAG, False),
-    "learning_rate": (ABOVE_ZERO, 1e-5),
-    "warmup_steps": (at_least(0), 10),
-    "weight_decay": (between(0, 1), 0.0),
-    "max_grad_norm": (ABOVE_ZERO, 1.0),
-    "max_tokens_per_microbatch": (at_least(16), 16_384),
-    "gradient_checkpointing": (FLAG, False),
-    "bf16": (("None, True or False", lambda v: v is None or isinstance(v, bool)), None),
-    "eval_every": (at_least(0), 50),
-    "n_eval_problems": (at_least(1), 500),
-    "eval_temperature": (between(0, 10), 0.0),
-    "n_train_problems": (at_least(1), 10_000),
-    "max_number": (at_least(1), 99),
-    "max_target": (at_least(1), 100),
-    "gpu_mem_util": (between(0.05, 0.95), 0.4),
-    "engine_seconds": (ABOVE_ZERO, 1800),
-    "reward_seconds": (ABOVE_ZERO, 10),
-    "reward_if_broken": (("None or a number", lambda v: v is None or is_number(v)), None),
-    "max_skipped": (at_least(1), 5),
-    "save_every": (at_least(0), 50),
-    "resume": (("True, False or the folder of a run", lambda v: isinstance(v, (bool, str, Path))), False),
-    "save_model": (FLAG, True),
-}
+RULES = [  # what is required, whether a value is that, {name: value that works}
+    (*one_of("auto", "vllm", "transformers"), dict(engine="auto")),
+    (*one_of("grpo", "dapo", "dr_grpo"), dict(loss_average="dapo")),
+    (*one_of("k1", "k2", "k3", "exact"), dict(kl_estimator="k3")),
+    (*one_of("reverse", "as_written"), dict(kl_gradient="reverse")),
+    (*one_of("loss", "loss_to_go", "reward"), dict(kl_in="loss")),
+    ("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str), dict(kl_adaptation_method="none")),
+    ("a text with {numbers} and {target} in it", is_prompt, dict(countdown_prompt="make {target}: {numbers}")),
+    ("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(v)), dict(device="auto")),
+    ("'tiny', a checkpoint folder or a Hugging Face name", is_path, dict(model_id="tiny")),
+    ("the path of a folder", is_path, dict(out_dir="runs")),
+    ("None or the path of a JSONL file", lambda v: v is None or is_path(v),
+     dict(train_file="gsm8k/train.jsonl", eval_file="gsm8k/test.jsonl")),
+    ("True, False or the folder of a run", lambda v: isinstance(v, bool) or is_path(v), dict(resume=False)),
+    ("True or False", lambda v: isinstance(v, bool), dict(normalize_by_std=True, use_kl_penalty=True, save_model=True,
+                                                          reproduce_paper=False, gradient_checkpointing=False)),
+    ("None, True or False", lambda v: v is None or isinstance(v, bool), dict(bf16=None)),
+    ("a tuple of whole numbers from 2 to 6", lambda v: isinstance(v, (tuple, list)) and v and all(
+        is_number(n, int) and 2 <= n <= 6 for n in v), dict(numbers_per_problem=(3, 4))),
+    (*at_least(0), dict(seed=0, warmup_steps=10, eval_every=50, save_every=50)),
+    (*at_least(1), dict(n_train_steps=100, max_new_tokens=256, epochs_per_rollout=1, max_skipped=5, n_eval_problems=500,
+                        n_train_problems=10_000, max_number=99, max_target=100, beta_schedule_steps=1000)),
+    (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
+    (*at_least(16), dict(max_tokens_per_microbatch=16_384)),
+    (*between(0, 0.99), dict(clip_range=0.2)),
+    (*between(0, 1), dict(weight_decay=0.0)),
+    (*between(0, 10), dict(eval_temperature=0.0)),
+    (*between(0.01, 10), dict(temperature=1.0)),
+    (*between(0.05, 0.95), dict(gpu_mem_util=0.4)),
+    (*between(0.001, 10**6), dict(engine_seconds=1800, reward_seconds=10)),
+    ("a number", is_number, dict(reward_threshold=0.8)),
+    ("a number above 0", lambda v: is_number(v) and v > 0, dict(
+        learning_rate=1e-5, max_grad_norm=1.0, advantage_eps=1e-6)),
+    ("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1, dict(dynamic_beta_decay=0.9)),
+    ("a number of at least 0", lambda v: is_number(v) and v >= 0, dict(kl_coef=0.01, beta_min=0.0)),
+    ("a number of at least 1, or math.inf", lambda v: is_number(v) and v >= 1 or v == math.inf, dict(kl_ratio_cap=2.0)),
+    ("None or a number", lambda v: v is None or is_number(v), dict(reward_if_broken=None)),
+    ("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0,
+     dict(clip_range_high=None, kl_clip_threshold=None)),
+    ("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1, dict(importance_cap=2.0)),
+    ("None or a number above 0, in nats per token", lambda v: v is None or is_number(v) and v > 0,
+     dict(kl_target=None)),
+]
 
 
 def check_config(config, tasks):
-    """Raise InputError for the first value in main() that cannot work. Loads no model; takes milliseconds."""
-    rules = {"task": (one_of(*tasks), "countdown")} | RULES
-    for name, ((requirement, works), example) in rules.items():
+    """-> the values in main() as plain ones; InputError for the first that cannot work. Loads no model."""
+    config = {name: plain(value) for name, value in config.items()}
+    rules = [(*one_of(*tasks), dict(task="countdown")), *RULES]
+    for requirement, works, name, example in ((*rule, *pair) for *rule, names in rules for pair in names.items()):
         if not works(config[name]):
             use = nearest(config[name], re.findall(r"'(\w+)'", requirement), example)
-            raise InputError(f"{name} = {config[name]!r} must be {requirement}; {use}")
+            raise InputError(f"{name} = {short(config[name])} must be {requirement}; {use}")
     size, group = config["rollout_batch_size"], config["group_size"]
     if size % group:
         near = sorted({max(group, size // group * group), (size // group + 1) * group})
         raise InputError(f"rollout_batch_size = {size} is not a multiple of group_size = {group}; "
                          f"use {' or '.join(map(str, near))}")
     if not callable(config["reward"]):
-        raise InputError(f"reward = {config['reward']!r} must be a function (response_text, problem) -> "
+        raise InputError(f"reward = {short(config['reward'])} must be a function (response_text, problem) -> "
                          "number; use reward_fn")
-    sizes = config["numbers_per_problem"]
-    if not (isinstance(sizes, (tuple, list)) and sizes and all(is_int(n) and 2 <= n <= 6 for n in sizes)):
-        raise InputError(f"numbers_per_problem = {sizes!r} must be a tuple of whole numbers from 2 to 6; "
-                         "use for example (3, 4)")
-    for name in ("train_file", "eval_file"):
-        if config[name] is not None and not Path(config[name]).is_file():
-            raise InputError(f"{name} = {str(config[name])!r} is not a file; give the path of a JSONL file")
+    if config["task"] == "gsm8k" and config["train_file"] is None:
+        raise InputError("task = 'gsm8k' needs a JSONL file; use for example train_file = 'gsm8k/train.jsonl'")
+    for name, path in ((name, config[name]) for name in ("train_file", "eval_file") if config[name] is not None):
+        if config["task"] == "countdown":
+            raise InputError(f"{name} = {short(path)} is not read by task = 'countdown'; use task = 'gsm8k', or None")
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise InputError(f"{name} = {short(path)} is not a file that can be read; give the path of a JSONL file")
     check_model_folder(config["model_id"])
     check_out_dir(config["out_dir"])
     if config["engine"] == "vllm" and not importlib.util.find_spec("vllm"):
         raise InputError("engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
                          "install requirements.txt (NVIDIA GPU) or requirements-vllm-cpu.txt")
+    return config | {"device": str(config["device"])}
 
 
 KL_KNOBS = ("kl_estimator", "kl_gradient", "kl_in", "kl_ratio_cap", "kl_adaptation_method", "kl_clip_threshold",
@@ -162,7 +147,7 @@ def with_kl_rules(c, term_rules, coefficient_rules):
     parts = [part for part in c.kl_adaptation_method.split("+") if part != "none"]
     term, beta = ([part for part in parts if part in rules] for rules in (term_rules, coefficient_rules))
     if len(term) > 1 or len(beta) > 1 or len(term) + len(beta) < len(parts):
-        raise InputError(f"kl_adaptation_method = {c.kl_adaptation_method!r} must be 'none', one of "
+        raise InputError(f"kl_adaptation_method = {short(c.kl_adaptation_method)} must be 'none', one of "
                          f"{', '.join(term_rules)}, one of {', '.join(coefficient_rules)}, or one of each as in "
                          f"'dynamic+sigmoid'; {nearest(c.kl_adaptation_method, [*term_rules, *coefficient_rules])}")
     term, beta = (term + ["none"])[0], (beta + ["none"])[0]
@@ -212,37 +197,31 @@ def check_kl(c, knobs):
 
 def check_model_folder(model_id):
     """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
-    if not isinstance(model_id, (str, Path)) or not str(model_id):
-        raise InputError(f"model_id = {model_id!r} must be 'tiny', a checkpoint folder or a Hugging Face "
-                         "name; use 'tiny'")
-    folder = Path(model_id)
-    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id)) and not folder.exists()
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id)) and not os.path.exists(model_id)
     if str(model_id) == "tiny" or is_hub_name and not isinstance(model_id, Path):
         return
-    if not folder.is_dir():
-        raise InputError(f"model_id = {str(model_id)!r} is not a folder; give a checkpoint folder, a Hugging "
-                         "Face name or 'tiny'")
-    if not (folder / "config.json").is_file() or not (list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))):
-        raise InputError(f"model_id = {str(model_id)!r} is not a checkpoint: config.json and *.safetensors are "
-                         "not there; give a folder written by save_pretrained")
+    if not os.path.isdir(model_id):
+        raise InputError(f"model_id = {short(model_id)} is not a folder; give a checkpoint folder or a Hugging Face "
+                         f"name, or {nearest(model_id, ['tiny'], 'tiny')}")
+    if not {"config.json"} < {path.name for part in ("config.json", "*.safetensors", "*.bin")
+                              for path in Path(model_id).glob(part)}:
+        raise InputError(f"model_id = {short(model_id)} is not a checkpoint: config.json and *.safetensors are not "
+                         "there; give a folder written by save_pretrained")
 
 
-def check_out_dir(out_dir):
-    """The nearest existing parent must be a folder that can be written to."""
-    parent = Path(out_dir).absolute()
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InputError(f"out_dir = {str(out_dir)!r} cannot be written: {parent} is not a writable folder; "
-                         "use out_dir = 'runs'")
-
-
-def check_model(policy, tokenizer, model_id):
+def check_model(policy, tokenizer, model_id, found):
     """The tokenizer must end responses and fit the model; the model must put nothing after its LM head.
 
     A model may have more tokens than its tokenizer (rows added for speed): such ids decode to nothing.
+    found: what transformers says of the weights; it gives random numbers to those that it misses.
     """
     import torch
+    lost = sorted([*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])])
+    if lost:
+        raise InputError(f"model_id = {short(model_id)} has no weights for {lost[0]} and {len(lost) - 1} more in the "
+                         "shape that its config.json says; give a folder written by save_pretrained")
+    if not tokenizer("1 + 1")["input_ids"]:
+        raise InputError(f"the tokenizer of {model_id} makes nothing of a text; save it there with save_pretrained")
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {model_id} has no EOS token, so no response could end; set its eos_token")
     largest, n_rows = max(tokenizer.get_vocab().values()), policy.get_input_embeddings().num_embeddings
@@ -252,30 +231,37 @@ def check_model(policy, tokenizer, model_id):
     if tokenizer.chat_template is not None:
         chat, settings = [{"role": "user", "content": "1 + 1"}], dict(tokenize=False, enable_thinking=False)
         try:
-            texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=on, **settings) for on in (True, False)]
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **settings)
         except Exception as error:  # the template is a program of its author's
             raise InputError(f"the chat template of {model_id} fails on a user's message ({error}); mend it, or delete "
                              "it to have prompts taken as they are") from error
-        if "1 + 1" not in texts[0]:
+        if "1 + 1" not in text:
             raise InputError(f"the chat template of {model_id} leaves out the user's message; mend it, or delete it to "
                              "have prompts taken as they are")
-        if texts[0] == texts[1]:
-            print(f"Warning: the chat template of {model_id} adds no generation prompt: responses follow the user's "
-                  "turn directly, which is right for some models alone")
     ids = torch.arange(5, device=policy.device)[None] % n_rows
     with torch.no_grad():
         ours = policy.base_model(ids).last_hidden_state @ policy.get_output_embeddings().weight.T
-        if (ours - policy(ids).logits).abs().max() > 1e-2:
+        logits = policy(ids).logits
+        if not logits.isfinite().all():
+            raise InputError(f"model_id = {short(model_id)} has weights that are not finite; give another checkpoint")
+        if (ours - logits).abs().max() > 1e-2:
             raise InputError(f"{model_id} changes its logits after the LM head (bias, scale or cap), which the "
                              "log-prob pass does not do; use a Qwen, Llama or Mistral model")
 
 
-def check_context(policy, longest, c):
-    """The longest prompt and a full response must fit into the model."""
-    context = policy.config.max_position_embeddings
+def check_prompts(policy, tokenizer, longest, c):
+    """The longest prompt and a full response must fit into the model. Warns where no answer is prompted for."""
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "1 + 1"}]
+        texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=on, tokenize=False) for on in (True, False)]
+        if texts[0] == texts[1]:
+            print(f"Warning: the chat template of {c.model_id} adds no generation prompt: responses follow the user's "
+                  "turn directly, which is right for some models alone")
+    context = getattr(policy.config, "max_position_embeddings", None) or math.inf
     if longest + c.max_new_tokens > context:
+        use = f"use {context - longest} or fewer" if longest < context else "shorten it, or take another model"
         raise InputError(f"max_new_tokens = {c.max_new_tokens} after a prompt of {longest} tokens does not fit into "
-                         f"the {context} tokens that {c.model_id} reads; use {context - longest} or fewer")
+                         f"the {context} tokens that {c.model_id} reads; {use}")
 
 
 # --- texts: problems from a file, rewards from a function -------------------------------------------------------------
@@ -283,13 +269,14 @@ def check_context(policy, longest, c):
 def read_jsonl(path, keys):
     """-> list of dicts. InputError names the file and the line that is not a JSON object with these keys."""
     rows = []
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+                json.dumps(row, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"{path} line {number} is not JSON ({error}); mend or delete that line") from None
             missing = [key for key in keys if not isinstance(row, dict) or not isinstance(row.get(key), str)]
             if missing:
@@ -336,6 +323,7 @@ def rewards_of(reward, texts, problems, seconds, if_broken):
             with time_limit(seconds):
                 value = reward(text, problem)
             what = None if isinstance(value, numbers.Real) else f"returned {value!r}"
+            value = value if what else float(value)
         except Exception as error:  # the user's own function on a model's text
             what, cause = f"raised {type(error).__name__}: {error}", error
         except TimedOut:
@@ -345,7 +333,7 @@ def rewards_of(reward, texts, problems, seconds, if_broken):
             if if_broken is None:
                 raise InputError(f"{broken[0]}; it must return one finite number for every text, or set "
                                  "reward_if_broken to what such a text gets") from cause
-        rewards.append(float(if_broken if what else value))
+        rewards.append(float(if_broken) if what else value)
     if broken:
         print(f"Warning: {broken[0]}{f' and {len(broken) - 1} more' if broken[1:] else ''}; it gets {if_broken}")
     return rewards
@@ -366,16 +354,19 @@ def find_run(c):
     """
     folder = Path(c.out_dir if c.resume is True else c.resume)
     folder = max((path.parent for path in folder.glob("*/config.json")), default=None) if c.resume is True else folder
-    if folder is None or not (folder / "config.json").is_file():
-        raise InputError(f"resume = {str(c.resume)!r}: there is no run in {str(folder or c.out_dir)!r}; use the folder "
-                         "of one, or resume = False")
-    mine = json.loads(json.dumps(vars(c), default=describe))
+    path, mine = (folder or Path(c.out_dir)) / "config.json", json.loads(json.dumps(vars(c), default=describe))
     try:
-        saved = json.loads((folder / "config.json").read_text())
-        changed = [name for name in mine if saved.get(name) != mine[name] and name not in ("resume", "out_dir")]
-    except (ValueError, AttributeError):
-        raise InputError(f"{folder}/config.json is damaged; use resume = False to begin a new run") from None
+        saved = json.loads(path.read_text()) if os.path.isfile(path) else {}
+    except ValueError:
+        raise InputError(f"{path} is damaged; use resume = False to begin a new run") from None
+    if not isinstance(saved, dict) or "n_train_steps" not in saved:  # a model's folder has a config.json too
+        raise InputError(f"resume = {short(c.resume)}: there is no run in {short(path.parent)}; use the folder of one, "
+                         "or resume = False")
+    changed = [name for name in mine if saved.get(name) != mine[name] and name not in ("resume", "out_dir")]
     for name in changed:
+        if name == "problems_crc32":
+            raise InputError(f"the problems are not those that {folder} began with; put their files back, or use "
+                             "resume = False")
         if name not in MAY_CHANGE:
             raise InputError(f"{name} = {mine[name]!r} would break the curve of {folder}, which began with "
                              f"{saved.get(name)!r}; use that value, or resume = False")

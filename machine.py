@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -29,6 +30,7 @@ VARIABLES = {  # what is set outside wins
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",  # what it warns of, checks.py refuses
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine in this process: it takes the weights as they are
 } | ({
@@ -57,7 +59,7 @@ class TimedOut(BaseException):
 def say_it_in_one_line(kind, error, trace):
     """These two are shown as their sentence (exit code 1); STARTER_TRACEBACK=1 shows where they were raised."""
     if issubclass(kind, (InputError, RunStopped)) and not os.environ.get("STARTER_TRACEBACK"):
-        print(f"starter.py stopped: {error}", file=sys.stderr)
+        print("starter.py stopped:", " ".join(str(error).split()), file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -126,7 +128,13 @@ def out_of_memory(error):
 # --- the run folder: log, checkpoints, report -------------------------------------------------------------------------
 
 def describe(value):
-    return getattr(value, "__name__", str(value))
+    return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", str(value)))  # the same in the next process
+
+
+def short(value):
+    """-> repr of what was given, cut to a length that can be read."""
+    text = repr(str(value) if isinstance(value, Path) else value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def sync_to_disk(path):
@@ -203,7 +211,7 @@ class Run:
         """InputError where another process is at work in this folder; the lock goes when the process does."""
         with contextlib.suppress(ImportError):  # Windows
             import fcntl
-            self.lock_file = open(self.folder / ".lock", "w")
+            self.lock_file = open(self.folder / ".lock", "a")
             try:
                 fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
@@ -327,6 +335,17 @@ def load_checkpoint(folder, state, policy, optimizer):
     set_random_states(state)
 
 
+def check_out_dir(out_dir):
+    """It must be a possible name, and its nearest existing parent a folder that can be written to."""
+    parent = Path(out_dir).absolute()
+    possible = "\0" not in str(out_dir) and max(len(os.fsencode(part)) for part in parent.parts) < 256
+    while not os.path.exists(parent) and parent != parent.parent:
+        parent = parent.parent
+    if not possible or not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = f"{parent} is not a writable folder" if possible else "no folder can have this name"
+        raise InputError(f"out_dir = {short(out_dir)} cannot be written: {why}; use out_dir = 'runs'")
+
+
 def new_run_folder(out_dir):
     """-> out_dir/<time>, a name that is not taken."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -345,14 +364,27 @@ def find_model(model_id):
     return folder
 
 
+@contextlib.contextmanager
+def loading(model_id):
+    """InputError for whatever transformers raises over files that others wrote, but for memory that runs out."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise InputError(f"model_id = {short(model_id)} cannot be loaded ({type(error).__name__}: {str(error)[:300]}); "
+                         "give a folder written by save_pretrained with its tokenizer, or a Hugging Face name")
+
+
 # --- hardware -------------------------------------------------------------------------------------------------------
 
 def choose_hardware(c):
     """-> device, whether bf16 autocast pays, whether vLLM samples, and the line that says so. Seeds all generators."""
     import numpy
     import torch
-    if c.device != "cpu" and c.device != "auto" and not torch.cuda.is_available():
-        raise InputError(f"device = {c.device!r} needs a CUDA GPU and there is none here; use device = 'cpu'")
+    if c.device.startswith("cuda") and int(c.device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise InputError(f"device = {c.device!r} needs a CUDA GPU of that number and there are "
+                         f"{torch.cuda.device_count()} here; use device = 'cpu'")
     random.seed(c.seed), numpy.random.seed(c.seed % 2**32), torch.manual_seed(c.seed)  # a reward may draw from these
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device)
     bf16 = device.type == "cuda" or "avx512_bf16" in cpu_flags() if c.bf16 is None else c.bf16

@@ -22,6 +22,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from functools import partial
@@ -43,6 +44,7 @@ import fuzz_reward
 import machine
 import make_tiny
 import verify_kl
+import numpy
 import safetensors.torch
 import torch
 
@@ -59,10 +61,10 @@ def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
     """An ordinary Hugging Face folder: the built-in model's architecture and tokenizer, random weights of a lively size."""
     import transformers
     tokenizer = make_tiny.make_tokenizer()
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     extra = dict(head_dim=32) if family == "Qwen3" else {}
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=tie, eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=256, tie_word_embeddings=tie, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, initializer_range=0.15, **(sizes | extra | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -1635,73 +1637,350 @@ starter.main(**t.settings(sys.argv[1], sys.argv[2], n_train_steps=2, rollout_bat
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Bad numbers in main()
+# Bad input to main(): each row is a real run that must end with one sentence, before anything is written
 
-BAD = [
+VLLM = bool(importlib.util.find_spec("vllm"))
+GSM8K = dict(task="gsm8k", train_file="train.jsonl")
+RESUME = dict(resume=True, n_train_steps=2)
+NUMBERS = [  # what is changed, how the sentence goes; refused before a model is loaded, with nothing on stdout
+    (dict(model_id=3), r"model_id = 3 must be 'tiny', a checkpoint folder or a Hugging Face name; use for example 'tiny'"),
+    (dict(model_id=""), r"model_id = '' must be 'tiny', a checkpoint folder"),
+    (dict(model_id="./nowhere"), r"model_id = './nowhere' is not a folder; give a checkpoint folder"),
+    (dict(model_id=Path("nowhere/model")), r"model_id = 'nowhere/model' is not a folder; give"),
+    (dict(model_id="tinny"), r"model_id = 'tinny' is not a folder; .*did you mean 'tiny'\?"),
+    (dict(model_id="x" * 5000), r"model_id = 'xxx.*\.\.\. is not a folder; give"), (dict(model_id="a\0b"), r"model_id = 'a\\x00b' is not a folder; give"),
+    (dict(model_id="train.jsonl"), r"model_id = 'train.jsonl' is not a folder; give"),
+    (dict(model_id="empty"), r"model_id = 'empty' is not a checkpoint: config.json and \*.safetensors are not there; give a folder written by"),
+    (dict(model_id="no_config"), r"model_id = 'no_config' is not a checkpoint: config.json and"),
+    (dict(model_id="no_weights"), r"model_id = 'no_weights' is not a checkpoint: config.json and"),
+    (dict(task="chess"), r"task = 'chess' must be one of 'countdown', 'gsm8k'; use for example 'countdown'"),
+    (dict(task="countdwon"), r"task = 'countdwon' must be .*; did you mean 'countdown'\?"), (dict(task=["gsm8k"]), r"task = \['gsm8k'\] must be"),
+    (dict(task="gsm8k"), r"task = 'gsm8k' needs a JSONL file; use for example train_file = "),
+    (dict(task="gsm8k", eval_file="train.jsonl"), r"task = 'gsm8k' needs a JSONL file; use for example train_file = "),
+    (dict(train_file="train.jsonl"), r"train_file = 'train.jsonl' is not read by task = 'countdown'; use task = 'gsm8k'"),
+    (GSM8K | dict(train_file="missing.jsonl"), r"train_file = 'missing.jsonl' is not a file that can be read; give the path of a JSONL file"),
+    (GSM8K | dict(train_file=3), r"train_file = 3 must be None or the path of a JSONL file; use"),
+    (GSM8K | dict(train_file=["train.jsonl"]), r"train_file = \['train.jsonl'\] must be None or the path of a JSONL file"),
+    (GSM8K | dict(train_file="y" * 300), r"train_file = 'yyy.* is not a file that can be read; give"),
+    (GSM8K | dict(train_file="empty"), r"train_file = 'empty' is not a file that can be read; give"),
+    (GSM8K | dict(eval_file="missing.jsonl"), r"eval_file = 'missing.jsonl' is not a file that can be read; give"),
+    (GSM8K | dict(eval_file=True), r"eval_file = True must be None or the path of a JSONL file"), (GSM8K | dict(eval_file=""), r"eval_file = '' must be None or the path of"),
+    *((GSM8K | {key: file}, message) for key in ("train_file", "eval_file") for file, message in (
+        ("bad_line.jsonl", r"bad_line.jsonl line 17 is not JSON \(Expecting value: .*\); mend or delete that line"),
+        ("no_answer.jsonl", r"no_answer.jsonl line 17 has no text under 'answer'; each line must be an object with question and answer"),
+        ("list.jsonl", r"list.jsonl line 17 has no text under 'question'"), ("number.jsonl", r"number.jsonl line 17 has no text under 'answer'"),
+        ("deep.jsonl", r"deep.jsonl line 17 is not JSON \(.*recursion.*\); mend"), ("binary.jsonl", r"binary.jsonl line 1 is not JSON"),
+        ("surrogate.jsonl", r"surrogate.jsonl line 17 .*surrogates not allowed\); mend or delete that line"),
+        ("empty.jsonl", r"empty.jsonl has no lines; each line must be a JSON object with question and answer"))),
+    (GSM8K | dict(train_file="one.jsonl"), r"task = 'gsm8k' gave no (train|held-out) problems; use more lines, or give an eval_file"),
+    (GSM8K | dict(eval_file="train.jsonl"), r"4 of 4 held-out problems are trained on, for example '.*'; take them out of one of the two files"),
+    (GSM8K | dict(eval_file="overlap.jsonl"), r"1 of 4 held-out problems are trained on, for example 'What is 39 \+ 1\?"),
+    (dict(reward="exact"), r"reward = 'exact' must be a function \(response_text, problem\) -> number; use"), (dict(reward=None), r"reward = None must be a function"),
+    (dict(reward=pow), r"reward raised TypeError: .* on the text .*; it must return one finite number"),
+    (dict(reward=lambda text, problem: 10**400), r"reward raised OverflowError: .*; it must return one finite number"),
+    (dict(reward=lambda text, problem: "a\nb"), r"reward returned 'a\\nb' on the text .*; it must return"),
+    (dict(reward=lambda text, problem: [][0]), r"reward raised IndexError: .*; it must return"),
+    (dict(reward=lambda text, problem: (_ for _ in ()).throw(ValueError("two\nlines"))), r"reward raised ValueError: two lines on the text .*; it must return"),
+    (dict(reward=lambda text, problem: math.inf), r"reward returned inf on the text .*; it must return one finite number"),
+    (dict(reward=lambda text, problem: time.sleep(9), reward_seconds=0.1), r"reward took more than 0.1 s on the text .*; it must"),
+    (dict(reward_seconds=0), r"reward_seconds = 0 must be a number from 0.001 to 1000000; use for example 10"),
+    (dict(reward_seconds=1e300), r"reward_seconds = 1e\+300 must be"), (dict(reward_seconds="10"), r"reward_seconds = '10' must be"),
+    (dict(reward_if_broken="0"), r"reward_if_broken = '0' must be None or a number; use"), (dict(reward_if_broken=math.nan), r"reward_if_broken = nan must be"),
+    (dict(n_train_problems=0), r"n_train_problems = 0 must be a whole number from 1 to 10\*\*9"), (dict(n_train_problems=1e3), r"n_train_problems = 1000.0 must be"),
+    (dict(numbers_per_problem=3), r"numbers_per_problem = 3 must be a tuple of whole numbers from 2 to 6; use for example \(3, 4\)"),
+    *((dict(numbers_per_problem=sizes), r"numbers_per_problem = .* must be a tuple of") for sizes in ((), (1, 2), [2, 7], (2, 2.0), "23", {2, 3}, (True, 2))),
+    (dict(max_number=0), r"max_number = 0 must be a whole number from 1 to 10\*\*9"), (dict(max_number="99"), r"max_number = '99' must be"),
+    (dict(max_number=2, numbers_per_problem=(2,), n_eval_problems=500), r"only \d+ of \d+ Countdown problems .*; use larger numbers or fewer problems"),
+    (dict(max_target=-5), r"max_target = -5 must be a whole number from 1 to 10\*\*9"),
+    (dict(countdown_prompt=5), r"countdown_prompt = 5 must be a text with \{numbers\} and \{target\} in it; use for example 'make \{target\}: \{numbers\}'"),
+    *((dict(countdown_prompt=text), r"countdown_prompt = .* must be a text with \{numbers\} and \{target\} in it; use")
+      for text in ("", "make {target}", "make {goal} {target}: {numbers}", "{numbers} {target} {", "{numbers} {target} {0}", "{numbers.x} {target}", "\ud800 {numbers} {target}")),
+    (dict(seed=-1), r"seed = -1 must be a whole number from 0 to 10\*\*9"), (dict(seed=0.5), r"seed = 0.5 must be"), (dict(seed=True), r"seed = True must be"),
+    (dict(seed=2**31), r"seed = 2147483648 must be a whole number from 0 to 10\*\*9; use"),
+    (dict(engine="sglang"), r"engine = 'sglang' must be one of 'auto', 'vllm', 'transformers'; use for example 'auto'"),
+    (dict(engine="vlm"), r"engine = 'vlm' must be .*; did you mean 'vllm'\?"), (dict(engine=torch.zeros(2)), r"engine = .* must be one of"),
+    *([] if VLLM else [(dict(engine="vllm"), r"engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or install")]),
+    (dict(device="tpu"), r"device = 'tpu' must be 'auto', 'cpu', 'cuda' or 'cuda:N'; did you mean 'cpu'\?"), (dict(device="cuda:x"), r"device = 'cuda:x' must be"),
+    (dict(device="cdua"), r"device = 'cdua' must be .*; did you mean 'cuda'\?"), (dict(device=0), r"device = 0 must be"),
+    (dict(device="cuda:99"), r"device = 'cuda:99' needs a CUDA GPU of that number and there are \d+ here; use device = 'cpu'"),
+    (dict(n_train_steps=0), r"n_train_steps = 0 must be a whole number from 1 to 10\*\*9"), (dict(n_train_steps="80"), r"n_train_steps = '80' must be"),
+    (dict(n_train_steps=math.inf), r"n_train_steps = inf must be"), (dict(n_train_steps=[1, 2]), r"n_train_steps = \[1, 2\] must be"),
+    (dict(n_train_steps=10**400), r"n_train_steps = 1000+\.\.\. must be a whole number"),
     (dict(rollout_batch_size=100, group_size=8), r"rollout_batch_size = 100 is not a multiple of group_size = 8; use 96 or 104"),
-    (dict(group_size=1), r"group_size = 1 must be a whole number of at least 2; use"),
+    (dict(rollout_batch_size=4, group_size=8), r"rollout_batch_size = 4 is not a multiple of group_size = 8; use 8"),
+    (dict(rollout_batch_size=1), r"rollout_batch_size = 1 must be a whole number from 2 to 10\*\*9"),
+    (dict(group_size=1), r"group_size = 1 must be a whole number from 2 to 10\*\*9; use"), (dict(group_size=4.0), r"group_size = 4.0 must be"),
+    (dict(group_size=None), r"group_size = None must be"), (dict(group_size=True), r"group_size = True must be"),
+    (dict(max_new_tokens=0), r"max_new_tokens = 0 must be a whole number from 1 to 10\*\*9"),
+    (dict(temperature=0), r"temperature = 0 must be a number from 0.01"), (dict(temperature=math.nan), r"temperature = nan must be"),
+    (dict(temperature="1"), r"temperature = '1' must be"), (dict(temperature=True), r"temperature = True must be"),
+    (dict(temperature=torch.ones(2)), r"temperature = \[1.0, 1.0\] must be"),
+    (dict(gpu_mem_util=4), r"gpu_mem_util = 4 must be a number from 0.05 to 0.95; use for example 0.4"), (dict(gpu_mem_util=0), r"gpu_mem_util = 0 must be"),
+    (dict(engine_seconds=-1), r"engine_seconds = -1 must be a number from 0.001"), (dict(engine_seconds=math.inf), r"engine_seconds = inf must be"),
+    (dict(normalize_by_std=1), r"normalize_by_std = 1 must be True or False"), (dict(advantage_eps=0), r"advantage_eps = 0 must be a number above 0"),
+    (dict(loss_average="mean"), r"loss_average = 'mean' must be one of 'grpo', 'dapo', 'dr_grpo'; use for example 'dapo'"),
+    (dict(loss_average="drgrpo"), r"loss_average = 'drgrpo' must be .*; did you mean 'dr_grpo'\?"),
+    (dict(clip_range=-0.1), r"clip_range = -0.1 must be a number from 0 to 0.99"), (dict(clip_range=1), r"clip_range = 1 must be"),
+    (dict(clip_range_high=-1), r"clip_range_high = -1 must be None or a number of at least 0"), (dict(clip_range_high="0.3"), r"clip_range_high = '0.3' must be"),
+    (dict(importance_cap=0.5), r"importance_cap = 0.5 must be None or a number of at least 1"), (dict(importance_cap=math.inf), r"importance_cap = inf must be"),
+    (dict(epochs_per_rollout=0), r"epochs_per_rollout = 0 must be a whole number from 1 to 10\*\*9"),
+    (dict(use_kl_penalty="yes"), r"use_kl_penalty = 'yes' must be True or False"), (dict(use_kl_penalty=1), r"use_kl_penalty = 1 must be True or False"),
+    (dict(kl_coef=-0.1), r"kl_coef = -0.1 must be a number of at least 0"), (dict(kl_coef=math.nan), r"kl_coef = nan must be"),
+    (leash(kl_coef=10**400), r"kl_coef = 1000+\.\.\. must be"), (leash(kl_coef=math.inf), r"kl_coef = inf must be"),
     (dict(kl_estimator="k4"), r"kl_estimator = 'k4' must be one of 'k1', 'k2', 'k3', 'exact'"),
-    (dict(kl_in="rewards"), r"kl_in = 'rewards' must be one of 'loss', 'loss_to_go', 'reward'"),
-    *((dict(kl_estimator=e, kl_in="reward"), r"changes nothing while the leash is off; set use_kl_penalty = True") for e in ("k1", "k2")),
+    (dict(kl_estimator="exactt"), r"kl_estimator = 'exactt' must be .*; did you mean 'exact'\?"),
+    (dict(kl_gradient="revers"), r"kl_gradient = 'revers' must be .*; did you mean 'reverse'\?"),
+    (dict(kl_in="rewards"), r"kl_in = 'rewards' must be one of 'loss', 'loss_to_go', 'reward'; did you mean 'reward'\?"),
+    *((dict(kl_estimator=e, kl_in="reward"), r"kl_estimator = .* changes nothing while the leash is off; set use_kl_penalty = True") for e in ("k1", "k2")),
     *((leash(kl_estimator=e, kl_in="reward"), rf"kl_estimator = '{e}' with kl_in = 'reward' does not see the sign .* use kl_estimator = 'k1'")
       for e in ("k2", "k3", "exact")),
-    (leash(kl_gradient="as_written", kl_in="loss_to_go"), r"is the gradient of no divergence; use kl_gradient = 'reverse'"),
-    (leash(kl_estimator="k2", kl_in="loss_to_go"), r"biased KL; use kl_estimator = 'exact'"),
-    (leash(kl_estimator="k1", kl_adaptation_method="sigmoid"), r"turns the pull around where k1 is negative; use kl_estimator = 'exact'"),
-    (leash(kl_estimator="exact", kl_adaptation_method="clip_sound"), r"'clip_sound' cuts the log-ratios of sampled tokens, .* use kl_estimator = 'k3'"),
+    (leash(kl_gradient="as_written", kl_in="loss_to_go"), r"kl_gradient = 'as_written' .* is the gradient of no divergence; use kl_gradient = 'reverse'"),
+    (leash(kl_estimator="k2", kl_in="loss_to_go"), r"kl_estimator = 'k2' .* biased KL; use kl_estimator = 'exact'"),
+    (leash(kl_estimator="k1", kl_adaptation_method="sigmoid"), r"kl_adaptation_method = .* turns the pull around where k1 is negative; use kl_estimator = 'exact'"),
+    (leash(kl_estimator="exact", kl_adaptation_method="clip_sound"), r"kl_adaptation_method = 'clip_sound' cuts the log-ratios of sampled tokens, .* use kl_estimator = 'k3'"),
+    (leash(kl_estimator="k1", kl_gradient="as_written"), r"kl_estimator = 'k1' .* expected gradient of zero .* use kl_gradient = 'reverse', or reproduce_paper"),
+    (leash(kl_ratio_cap=0.5), r"kl_ratio_cap = 0.5 must be a number of at least 1, or math.inf"), (leash(kl_ratio_cap=torch.ones(2)), r"kl_ratio_cap = \[1.0, 1.0\] must be"),
     (leash(kl_adaptation_method="huber"), r"kl_adaptation_method = 'huber' must be 'none', one of clip, .*, one of target, .* 'dynamic\+sigmoid'"),
-    (leash(kl_adaptation_method="clip+sigmoid"), r"kl_adaptation_method = 'clip\+sigmoid' must be"),
+    (leash(kl_adaptation_method="clip+sigmoid"), r"kl_adaptation_method = 'clip\+sigmoid' must be"), (leash(kl_adaptation_method=""), r"kl_adaptation_method = '' must be"),
+    (leash(kl_adaptation_method="sigmiod"), r"kl_adaptation_method = 'sigmiod' must be .*; did you mean 'sigmoid'\?"),
     (leash(kl_adaptation_method=None), r"kl_adaptation_method = None must be a text"),
-    (leash(kl_target=0), r"kl_target = 0 must be None or a number above 0, in nats per token"),
-    (leash(kl_clip_threshold=-1), r"kl_clip_threshold = -1 must be"),
-    (leash(dynamic_beta_decay=1.1), r"dynamic_beta_decay = 1.1 must be a number above 0 and below 1"),
-    (leash(beta_min=-1), r"beta_min = -1 must be"), (leash(beta_schedule_steps=0), r"beta_schedule_steps = 0 must be"),
-    (leash(reward_threshold="0.8"), r"reward_threshold = '0.8' must be a number"),
     (leash(kl_coef=0.0, kl_adaptation_method="target"), r"kl_adaptation_method = 'target' changes nothing while the leash is off; .* kl_coef above 0"),
+    (leash(kl_clip_threshold=-1), r"kl_clip_threshold = -1 must be"), (leash(kl_target=0), r"kl_target = 0 must be None or a number above 0, in nats per token"),
     (dict(kl_target=0.2), r"kl_target = 0.2 changes nothing while the leash is off"),
-    (dict(kl_coef=-0.1), r"kl_coef = -0.1 must be a number of at least 0"),
-    (dict(kl_coef=math.nan), r"kl_coef = nan must be"),
-    (dict(use_kl_penalty=True, kl_estimator="k1", kl_gradient="as_written"), r"expected gradient of zero .* use kl_gradient = 'reverse', or reproduce_paper"),
-    (dict(loss_average="mean"), r"loss_average = 'mean' must be one of 'grpo', 'dapo', 'dr_grpo'"),
-    (dict(learning_rate="1e-5"), r"learning_rate = '1e-5' must be a number above 0"),
-    (dict(temperature=0), r"temperature = 0 must be a number from 0.01"),
-    (dict(model_id="./nowhere"), r"model_id = './nowhere' is not a folder; give a checkpoint folder"),
-    (dict(model_id=str(HERE)), r"is not a checkpoint: config.json"),
-    (dict(model_id=""), r"model_id = '' must be 'tiny', a checkpoint folder"),
-    (dict(out_dir="/dev/null/runs"), r"out_dir = '/dev/null/runs' cannot be written: /dev/null is not a writable folder"),
-    (dict(task="gsm8k"), r"task = 'gsm8k' needs a JSONL file"),
-    (dict(task="gsm8k", train_file="missing.jsonl"), r"train_file = 'missing.jsonl' is not a file"),
-    (dict(task="chess"), r"task = 'chess' must be one of 'countdown', 'gsm8k'"),
-    (dict(engine="sglang"), r"engine = 'sglang' must be one of 'auto', 'vllm', 'transformers'"),
-    (dict(device="tpu"), r"device = 'tpu' must be 'auto', 'cpu', 'cuda'"),
-    (dict(reward="exact"), r"reward = 'exact' must be a function"),
-    (dict(max_number=2, numbers_per_problem=(2,), n_eval_problems=500), r"only \d+ of \d+ Countdown problems"),
-    (dict(numbers_per_problem=3), r"numbers_per_problem = 3 must be a tuple"),
-    (dict(use_kl_penalty="yes"), r"use_kl_penalty = 'yes' must be True or False"),
+    (leash(dynamic_beta_decay=1.1), r"dynamic_beta_decay = 1.1 must be a number above 0 and below 1"), (leash(reward_threshold="0.8"), r"reward_threshold = '0.8' must be a number"),
+    (leash(beta_min=-1), r"beta_min = -1 must be"), (leash(beta_schedule_steps=0), r"beta_schedule_steps = 0 must be"),
+    (leash(reproduce_paper="no"), r"reproduce_paper = 'no' must be True or False"),
+    (dict(learning_rate="1e-5"), r"learning_rate = '1e-5' must be a number above 0"), (dict(learning_rate=0), r"learning_rate = 0 must be"),
+    (dict(learning_rate=math.inf), r"learning_rate = inf must be"), (dict(learning_rate=1j), r"learning_rate = 1j must be"),
+    (dict(warmup_steps=-1), r"warmup_steps = -1 must be a whole number from 0 to 10\*\*9"), (dict(weight_decay=2), r"weight_decay = 2 must be a number from 0 to 1"),
+    (dict(max_grad_norm=0), r"max_grad_norm = 0 must be a number above 0"), (dict(max_skipped=0), r"max_skipped = 0 must be a whole number from 1 to 10\*\*9"),
+    (dict(max_tokens_per_microbatch=8), r"max_tokens_per_microbatch = 8 must be a whole number from 16 to 10\*\*9"),
+    (dict(gradient_checkpointing=0), r"gradient_checkpointing = 0 must be True or False"), (dict(bf16="True"), r"bf16 = 'True' must be None, True or False"),
+    (dict(eval_every=-1), r"eval_every = -1 must be a whole number from 0 to 10\*\*9"), (dict(n_eval_problems=0), r"n_eval_problems = 0 must be"),
+    (dict(eval_temperature=-1), r"eval_temperature = -1 must be a number from 0 to 10"), (dict(eval_temperature="greedy"), r"eval_temperature = 'greedy' must be"),
+    (dict(out_dir="/dev/null/runs"), r"out_dir = '/dev/null/runs' cannot be written: /dev/null is not a writable folder; use out_dir = 'runs'"),
+    (dict(out_dir="train.jsonl"), r"out_dir = 'train.jsonl' cannot be written: .*train.jsonl is not a writable folder; use"),
+    (dict(out_dir=3), r"out_dir = 3 must be the path of a folder; use for example 'runs'"), (dict(out_dir=""), r"out_dir = '' must be the path of a folder"),
+    (dict(out_dir="z" * 300), r"out_dir = 'zzz.* cannot be written: .*; use out_dir = 'runs'"), (dict(out_dir="a\0b"), r"out_dir = 'a\\x00b' cannot be written: .*; use"),
+    (dict(save_every=-1), r"save_every = -1 must be a whole number from 0 to 10\*\*9"), (dict(save_every=True), r"save_every = True must be"),
+    (dict(resume=2), r"resume = 2 must be True, False or the folder of a run; use"), (dict(save_model="yes"), r"save_model = 'yes' must be True or False"),
+    (dict(resume="nowhere"), r"resume = 'nowhere': there is no run in 'nowhere'; use the folder of one, or resume = False"),
+    (dict(resume="x" * 5000), r"resume = 'xxx.*: there is no run in .*; use the folder of one"),
+    (dict(resume=True, out_dir="empty"), r"resume = True: there is no run in 'empty'; use the folder of one, or resume = False"),
+    (dict(resume="checkpoint"), r"resume = 'checkpoint': there is no run in 'checkpoint'; use the folder of one, or resume = False"),
+    (dict(resume="empty"), r"resume = 'empty': there is no run in 'empty'; use"), (dict(resume="train.jsonl"), r"resume = 'train.jsonl': there is no run in"),
+    (RESUME | dict(learning_rate=0.5), r"learning_rate = 0.5 would break the curve of runs/.*, which began with 0.001; use that value, or resume = False"),
+    (RESUME | dict(model_id="with_space"), r"model_id = 'with_space' would break the curve of runs/.*, which began with 'checkpoint'; use that value"),
+    (RESUME | dict(seed=1, eval_every=7), r"seed = 1 would break the curve of runs/.*, which began with 0; use that value"),
+    (RESUME | dict(resume="torn_run"), r"torn_run/config.json is damaged; use resume = False to begin a new run"),
+    (RESUME | dict(resume="list_run"), r"resume = 'list_run': there is no run in 'list_run'; use"),
+    (RESUME | dict(resume="binary_run"), r"binary_run/config.json is damaged; use resume = False"),
+    (RESUME | dict(resume="other_problems"), r"the problems are not those that other_problems began with; put their files back, or use resume = False"),
+    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 is less than the 2 steps that runs/.* has done; use at least 2"),
+]
+FOLDERS = [  # refused once the files are read
+    (RESUME | dict(resume="damaged_run"), r"no checkpoint of damaged_run is whole; use resume = False to begin a new run"),
+    (RESUME | dict(resume="other_start", model_id="other_weights"), r"model_id = 'other_weights' holds other weights than those that the run began with; put these back, or use"),
+    (RESUME, r"runs/.* is in use by another process; wait until it ends, or use resume = False"),
+    *((dict(model_id=name), rf"model_id = '{name}' cannot be loaded \({cause}.*\); give a folder written by save_pretrained with its tokenizer") for name, cause in [
+        ("half_tokenizer", ""), ("torn_config", "OSError: .*not a valid JSON"), ("list_config", ""), ("odd_config", ""), ("unknown_architecture", "ValueError: .*perceptron"), ("no_architecture", "ValueError"),
+        ("torn_weights", "SafetensorError"), ("garbage_weights", "SafetensorError"), ("empty_weights", "SafetensorError"), ("half_header", "SafetensorError"),
+        ("torn_tokenizer", ""), ("list_tokenizer", ""), ("nobody/no-such-model", "OSError"), ("nobody/--..--", "")]),
+    (dict(model_id="missing_weights"), r"model_id = 'missing_weights' has no weights for .*; give a folder written by save_pretrained"),
+    (dict(model_id="other_layers"), r"model_id = 'other_layers' has no weights for model.layers.2.* and 10 more in the shape that its config.json says; give"),
+    (dict(model_id="other_shapes"), r"model_id = 'other_shapes' has no weights for .* and \d+ more in the shape that its config.json says; give"),
+    (dict(model_id="nan_weights"), r"model_id = 'nan_weights' has weights that are not finite; give"),
+    (dict(model_id="no_tokenizer"), r"the tokenizer of no_tokenizer makes nothing of a text; save it there with save_pretrained"),
+    (dict(model_id="no_eos"), r"the tokenizer of no_eos has no EOS token, so no response could end; set its eos_token"),
+    (dict(model_id="more_tokens"), r"the tokenizer of more_tokens has ids up to \d+, its model reads 40 tokens; take the tokenizer that belongs to it"),
+    *((dict(model_id=name), rf"the chat template of {name} fails on a user's message \(.*\); mend it, or delete it") for name in ("raising_template", "torn_template")),
+    (dict(model_id="deaf_template"), r"the chat template of deaf_template leaves out the user's message; mend it, or delete it"),
+    (dict(model_id="bias"), r"bias changes its logits after the LM head \(bias, scale or cap\), .*; use a Qwen, Llama or Mistral model"),
+    (dict(model_id="bad_skills"), r"bad_skills/retention.jsonl line 1 has no text under 'answer'; each line must be"),
+    (dict(max_new_tokens=250), r"max_new_tokens = 250 after a prompt of \d+ tokens does not fit into the 256 tokens that checkpoint reads; use 2\d\d or fewer"),
+    (dict(countdown_prompt="{numbers} {target}" + "?" * 300), r"max_new_tokens = 8 after a prompt of 3\d\d tokens does not fit into the 256 tokens that checkpoint reads; shorten it, or"),
+    (GSM8K | dict(train_file="long.jsonl"), r"max_new_tokens = 8 after a prompt of \d+ tokens does not fit into the 256 tokens that checkpoint reads; shorten it, or"),
+    (leash(kl_adaptation_method="clip", kl_clip_threshold=1e9), r"kl_adaptation_method = 'clip' changes nothing here: .*; leave it at 'none'"),
+    (leash(kl_coef=1e-12), r"kl_coef = 1e-12 changes nothing here: .*; use a larger one"),
 ]
 
 
-@pytest.mark.parametrize("changes, message", BAD, ids=[" ".join(map(str, changes)) for changes, _ in BAD])
-def test_bad_number_is_found_late_or_said_unclearly(checkpoint, tmp_path, changes, message):
-    with mock.patch.object(starter, "init_policy", side_effect=AssertionError("a model was loaded")):
-        with pytest.raises(InputError, match=message) as caught:
-            starter.main(**settings(checkpoint, tmp_path, **changes))
-    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+def make_bad_folders(root):
+    """The files that the rows name, relative to root. runs/ gets its earlier run later."""
+    def text(name, content):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def copy(name, **files):
+        """A copy of the checkpoint in which some files are others; None: deleted."""
+        shutil.copytree(root / "checkpoint", root / name)
+        for file, content in files.items():
+            (root / name / FILES[file]).unlink()
+            if content is not None:
+                text(f"{name}/{FILES[file]}", content)
+
+    def sums(name, *lines):
+        text(name, "\n".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) for i in range(16)) + "\n" + "\n".join(lines))
+
+    save_checkpoint(root / "checkpoint")
+    FILES = {"config": "config.json", "weights": "model.safetensors", "tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json",
+             "template": "chat_template.jinja", "generation": "generation_config.json"}
+    old = {key: (root / "checkpoint" / name).read_bytes() for key, name in FILES.items()}
+    config = json.loads(old["config"])
+    (root / "empty").mkdir()
+    for name in ("train.jsonl", "long.jsonl"):
+        text(name, "".join(json.dumps({"question": f"What is {i} + 1?" + " Why?" * 60 * (name == "long.jsonl"), "answer": f"#### {i + 1}"}) + "\n" for i in range(40)))
+    sums("bad_line.jsonl", '{"question": "?", "answer": '), sums("no_answer.jsonl", '{"question": "?"}'), sums("list.jsonl", "[1]")
+    sums("number.jsonl", '{"question": "?", "answer": 3}'), sums("deep.jsonl", "[" * 100_000), sums("surrogate.jsonl", r'{"question": "\ud800", "answer": "#### 1"}')
+    text("binary.jsonl", bytes(range(256)) * 8), text("empty.jsonl", "\n \n"), text("one.jsonl", json.dumps({"question": "?", "answer": "1"}))
+    text("overlap.jsonl", "".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(39, 43)))
+
+    copy("no_config", config=None), copy("no_weights", weights=None), copy("with_space")
+    copy("torn_config", config=old["config"][:200]), copy("list_config", config="[]"), copy("odd_config", config=json.dumps(config | {"hidden_size": "many"}))
+    copy("unknown_architecture", config=json.dumps(config | {"model_type": "perceptron", "architectures": ["Perceptron"]}))
+    copy("no_architecture", config=json.dumps({k: v for k, v in config.items() if k not in ("model_type", "architectures")}))
+    copy("torn_weights", weights=old["weights"][:-1000]), copy("garbage_weights", weights=random.Random(0).randbytes(5000))
+    copy("empty_weights", weights=b""), copy("half_header", weights=old["weights"][:100])
+    copy("other_shapes", config=json.dumps(config | {"hidden_size": 32}))
+    copy("other_layers", config=json.dumps(config | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    copy("torn_tokenizer", tokenizer=old["tokenizer"][:200]), copy("list_tokenizer", tokenizer="[]")
+    copy("half_tokenizer", tokenizer=None), copy("no_tokenizer", tokenizer=None, tokenizer_config=None, template=None)
+    copy("no_eos", tokenizer_config=json.dumps({k: v for k, v in json.loads(old["tokenizer_config"]).items() if k != "eos_token"}))
+    copy("raising_template", template="{{ raise_exception('no\\nsystem message') }}"), copy("torn_template", template="{% for m in messages %}{{ m['content']")
+    copy("deaf_template", template="{% for m in messages %}<|user|>{% endfor %}<|assistant|>")
+    copy("bad_skills"), text("bad_skills/retention.jsonl", '{"skill": "sort", "prompt": "sort 21"}\n')
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(root / "checkpoint" / "model.safetensors")
+    copy("missing_weights"), copy("nan_weights")
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp" not in k}, root / "missing_weights" / "model.safetensors", metadata={"format": "pt"})
+    save_file({k: v * math.nan for k, v in tensors.items()}, root / "nan_weights" / "model.safetensors", metadata={"format": "pt"})
+    save_checkpoint(root / "other_weights", seed=1)
+    for name, changes in (("more_tokens", dict(vocab_size=40)), ("bias", dict(family="Phi"))):
+        save_checkpoint(root / name, **changes)
+    tensors = load_file(root / "bias" / "model.safetensors")
+    save_file(tensors | {"lm_head.bias": torch.linspace(0, 1, len(tensors["lm_head.bias"]))}, root / "bias" / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("line, message", [
-    ('{"question": "?", "answer": ', "line 17 is not JSON"), ('{"question": "?"}', "line 17 has no text under 'answer'"), ("[1]", "line 17 has no text")])
-def test_malformed_jsonl_is_not_located(checkpoint, tmp_path, line, message):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 16 + line + "\n")
-    with mock.patch.object(starter, "init_policy", side_effect=AssertionError("a model was loaded")):
-        with pytest.raises(InputError, match=message):
-            starter.main(**settings(checkpoint, tmp_path, task="gsm8k", train_file=str(path)))
+def make_bad_runs():
+    """Copies of the earlier run, each damaged in another way."""
+    run, = Path("runs").iterdir()
+    config = (run / "config.json").read_text()
+    for name, content in {"torn_run": config[:100], "list_run": "[]", "binary_run": b"\xff\xfe\0" * 50, "damaged_run": config,
+                          "other_problems": re.sub(r'"problems_crc32": \d+', '"problems_crc32": 1', config),
+                          "other_start": config.replace('"model_id": "checkpoint"', '"model_id": "other_weights"')}.items():
+        shutil.copytree(run, name)
+        Path(name, "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    for path in Path("damaged_run").glob("checkpoints/*/weights.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_prompt_beyond_the_context_is_cut_silently(checkpoint, tmp_path):
-    with pytest.raises(InputError, match="max_new_tokens = 250 after a prompt of .* does not fit into the 256 tokens .*; use 2\\d\\d or fewer"):
-        starter.main(**settings(checkpoint, tmp_path, max_new_tokens=250))
+def try_bad_inputs():
+    """In a process of its own, which has not computed anything yet: a child per row. Prints the outcomes as JSON."""
+    from transformers.models.auto import modeling_auto, tokenization_auto  # once, for all children
+    from transformers.models.phi import modeling_phi
+    from transformers.models.qwen3 import modeling_qwen3
+    everything = lambda: {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in Path().rglob("*")}
+
+    gc.freeze()  # or each child's end copies what it shares with this process
+    hook = sys.excepthook
+
+    def start(row, changes):
+        files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        child = os.fork()
+        if child:
+            return child, files
+        os.dup2(files[0].fileno(), 1), os.dup2(files[1].fileno(), 2)
+        if row % 8 and row < len(NUMBERS):  # the interpreter's own end takes a third of a second: it is left to the other rows
+            sys.excepthook = lambda *caught: (hook(*caught), sys.stdout.flush(), sys.stderr.flush(), os._exit(1))
+        starter.main(**settings("checkpoint", "runs", n_train_steps=2, save_every=1, n_eval_problems=4) | changes)
+        sys.exit(0)
+
+    def run(rows):
+        """At once; a file that any of them touches is held against all."""
+        before, begin, started, outcomes = everything(), time.perf_counter(), [start(*row) for row in rows], []
+        for child, files in started:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            out, err = (file.seek(0) or file.read() for file in files)
+            outcomes.append(dict(status=status, stdout=out, stderr=err, seconds=time.perf_counter() - begin))
+        after = everything()
+        touched = [name for name in before | after if before.get(name) != after.get(name)]
+        return [outcome | {"touched": touched} for outcome in outcomes]
+
+    earlier, = run([(0, {})])
+    assert earlier["status"] == 0, earlier
+    make_bad_runs()
+    (ready, tell), (end, mine) = os.pipe(), os.pipe()
+    if os.fork() == 0:  # another process at work in the earlier run, for as long as this one lives
+        os.close(mine)
+        lock = open(next(Path("runs").iterdir()) / ".lock", "a")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        os.write(tell, b".")
+        os._exit(len(os.read(end, 1)))
+    os.read(ready, 1)
+    rows, n = [(i, changes) for i, (changes, _) in enumerate(NUMBERS + FOLDERS)], os.cpu_count()
+    json.dump([outcome for i in range(0, len(rows), n) for outcome in run(rows[i:i + n])], sys.__stdout__)
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bad")
+    make_bad_folders(root)
+    environment = os.environ | {"PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", "import test_starter; test_starter.try_bad_inputs()"], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("row", range(len(NUMBERS + FOLDERS)), ids=[", ".join(f"{k}={str(v)[:20]!a}" for k, v in changes.items()) for changes, _ in NUMBERS + FOLDERS])
+def test_bad_input_is_found_late_or_said_unclearly_or_harms_an_earlier_run(outcomes, row):
+    """Exit code 1, one sentence with the value and the remedy, no traceback, every file as it was."""
+    outcome, (changes, message) = outcomes[row], (NUMBERS + FOLDERS)[row]
+    assert outcome["status"] == 1 and outcome["stderr"].count("\n") == 1 and "Traceback" not in outcome["stderr"], outcome
+    assert re.match(f"starter.py stopped: ({message})", outcome["stderr"]) and "; " in outcome["stderr"] and len(outcome["stderr"]) < 1000, outcome
+    assert not outcome["touched"] and (row >= len(NUMBERS) or not outcome["stdout"]), outcome
+
+
+def test_new_number_in_main_is_not_checked():
+    refused = {name for changes, message in NUMBERS for name in changes if message.startswith(f"{name} = ")}
+    assert refused == set(inspect.signature(starter.main).parameters) and len(NUMBERS + FOLDERS) >= 60
+
+
+def test_misspelt_option_is_passed_over(checkpoint, tmp_path):
+    with pytest.raises(TypeError, match="grop_size"):
+        starter.main(**settings(checkpoint, tmp_path, grop_size=8))
+
+
+GOOD = [  # what differs from the small checkpoint, what is changed
+    (dict(config=dict(vocab_size=100)), {}),  # rows that no token has, added for speed
+    (dict(drop="pad_token"), {}), (dict(template=None), {}),
+    (dict(template="{% for m in messages %}<|user|>{{ m['content'] }}<|assistant|>{% endfor %}"), {}),
+    ({}, dict(model_id=Path, out_dir=Path)),
+    ({}, dict(numbers_per_problem=[2, 3])), ({}, dict(numbers_per_problem=numpy.array([2, 3]), kl_ratio_cap=math.inf, epochs_per_rollout=2, **leash())),
+    ({}, dict(group_size=numpy.int64(4), seed=numpy.int32(7), learning_rate=numpy.float32(0.001), normalize_by_std=numpy.bool_(False), clip_range=torch.tensor(0.25))),
+    ({}, dict(task="gsm8k", train_file=Path, eval_file=None)), ({}, dict(task="gsm8k", train_file=str, eval_file=Path)),
+]
+
+
+@pytest.mark.parametrize("differs, changes", GOOD, ids=[", ".join([*differs, *changes]) or "plain" for differs, changes in GOOD])
+def test_good_input_is_refused(tmp_path, capsys, differs, changes):
+    folder, files = save_checkpoint(tmp_path / "model", **differs.get("config", {})), dict(model_id=tmp_path / "model", out_dir=tmp_path / "runs")
+    for name, rows in (("train_file", range(40)), ("eval_file", range(40, 50))):  # as written on Windows: a mark at the start, \r\n, an empty line at the end
+        files[name] = tmp_path / name
+        text = "".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) + "\r\n" for i in rows)
+        files[name].write_bytes(f"\ufeff{text}\r\n".encode())
+    if "drop" in differs:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != differs["drop"]}))
+    if "template" in differs:
+        (folder / "chat_template.jinja").unlink() if differs["template"] is None else (folder / "chat_template.jinja").write_text(differs["template"])
+    changes = {name: value(files[name]) if isinstance(value, type) else value for name, value in changes.items()}
+    given = settings(folder, files["out_dir"], n_train_steps=1, n_eval_problems=4, save_every=1) | changes
+    run_folder = starter.main(**given)["run_folder"]
+    assert capsys.readouterr().out.count("Warning: the chat template") == bool(differs.get("template"))
+    kept = json.loads((run_folder / "config.json").read_text())
+    assert {key: kept[key] for key in changes} == {key: str(value) if isinstance(value, Path) else checks.plain(value) for key, value in changes.items()}
+    starter.main(**(given | {key: checks.plain(value) for key, value in changes.items()} | dict(n_train_steps=2, resume=run_folder)))
+    assert (run_folder / "checkpoints" / "step_00000002").is_dir() and " at 0x" not in machine.describe(partial(lambda: 0))
 
 
 def test_user_sees_a_traceback_or_exit_code_zero(checkpoint, tmp_path):
