@@ -1,12 +1,13 @@
 """bench.py: what a step of starter.py costs, beside TRL's GRPOTrainer on the same model, prompts and sizes.
 
-    python bench.py                     S, M, M-64, L, bfloat16, leash off: ours and TRL in turns -> results/bench_step.csv
+    python bench.py                     S, M, M-64, L, bfloat16, leash off, in turns with TRL -> results/bench_step.csv
     python bench.py --sizes S M --dtype float32 --leash on --steps 10
-    python bench.py --phases            each phase of ours alone, against the machine's limit -> results/bench_phases.csv
-    python bench.py --growth            cost against tokens, group, vocabulary, epochs, budget -> results/bench_growth.csv
+    python bench.py --phases            each phase of ours alone, beside what the machine can -> bench_phases.csv
+    python bench.py --growth            cost against tokens, group, vocabulary, epochs, budget -> bench_growth.csv
+    python bench.py --figure            draws figures/bench_growth.png from it (needs matplotlib)
 
-A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights, so that every
-response has its full length. Times are medians; ratios are taken within one process, step by step in turns. Peak
+A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights, so that most
+responses have their full length. Times are medians; ratios are taken within one process, step by step in turns. Peak
 memory is that of a process of its own. Needs `pip install trl==1.16.0`. The last line is JSON.
 """
 import starter  # first: it sets variables that torch reads when it is imported
@@ -14,7 +15,6 @@ import starter  # first: it sets variables that torch reads when it is imported
 import argparse
 import csv
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +29,7 @@ import make_tiny
 import torch
 
 HERE = Path(__file__).parent
-SIZES = {  # hidden, layers, heads, vocabulary (None: the tokenizer's), new tokens, tokens per microbatch of TRL's batch
+SIZES = {  # vocabulary None: the tokenizer's, 52
     "S": dict(hidden=128, layers=4, heads=4, vocabulary=None, new_tokens=16),
     "M": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=16),
     "M-64": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=64),
@@ -45,15 +44,16 @@ def distinct(text, problem):
     return len(set(text)) / 10
 
 
-def make_checkpoint(folder, hidden, layers, heads, vocabulary, new_tokens):
-    """A Qwen3 of this size with random weights, as an ordinary folder. EOS is never sampled: it has no chance."""
+def make_checkpoint(folder, hidden, layers, heads, vocabulary, new_tokens=None):
+    """A Qwen3 of this size with random weights, as an ordinary folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     tokenizer = make_tiny.make_tokenizer()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, head_dim=hidden // heads,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2, tie_word_embeddings=True,
-        max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
+        head_dim=hidden // heads, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
+        tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -66,7 +66,7 @@ def configuration(folder, new_tokens, bf16, leash, **changes):
     c |= {name: values[0] for name, values in starter.DEFAULTS.items()}
     c |= dict(model_id=str(folder), bf16=bf16, max_new_tokens=new_tokens, rollout_batch_size=PROMPTS * GROUP,
               group_size=GROUP, use_kl_penalty=leash, kl_coef=0.04, eval_every=0, save_every=0, reward=distinct,
-              learning_rate=1e-6, term_rule="none", coefficient_rule="none", **changes)
+              learning_rate=1e-6) | changes
     return starter.checks.with_kl_rules(SimpleNamespace(**c), starter.TERM_RULES, starter.COEFFICIENT_RULES)
 
 
@@ -141,7 +141,8 @@ def machine_line():
 
 
 def commit():
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def append(name, rows):
@@ -151,7 +152,8 @@ def append(name, rows):
     new = not path.is_file()
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
-        writer.writerows([]) if not new else writer.writeheader()
+        if new:
+            writer.writeheader()
         writer.writerows(rows)
     return rows
 
@@ -188,16 +190,165 @@ def side_by_side(size, bf16, leash, steps):
         return row
 
 
+def median_of(work, n=7):
+    """-> median seconds of n calls, after one that is not counted."""
+    times = []
+    for _ in range(n + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def limits(dtype):
+    """-> what this machine can: floating-point operations a second of a large matmul, bytes a second of a copy."""
+    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
+    big = torch.empty(64 << 20, dtype=torch.uint8)
+    other = torch.empty_like(big)
+    return 2 * 2048 ** 3 / median_of(lambda: a @ b), 2 * len(big) / median_of(lambda: other.copy_(big))
+
+
+def rollout_and_batch(ours):
+    """-> prompts, Responses of one step, its (B, T) batch with weights."""
+    c = ours.c
+    asked = starter.problems_of_step(ours.problems, 0, c.rollout_batch_size // c.group_size, 0)
+    prompts = starter.prompt_ids_of(asked, ours.tokenizer)
+    responses = starter.rollout(ours.policy, None, prompts, group_size=c.group_size, seed=0,
+                                **starter.sampling(c, ours.tokenizer))
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
+    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", c.max_new_tokens)
+    return prompts, responses, batch
+
+
+def update_of(ours, batch, reference=None):
+    """The update of one step: microbatches, gradients, optimiser."""
+    microbatches = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch)
+    for _ in range(ours.c.epochs_per_rollout):
+        _, microbatches = starter.accumulate_gradients(ours.policy, reference, microbatches, 0.04,
+                                                       starter.defaultdict(float), **starter.step_settings(ours.c))
+        torch.nn.utils.clip_grad_norm_(ours.policy.parameters(), 1.0)
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+
+
+def flops_of(policy, responses):
+    """-> floating-point operations of the layers and of the head, forward, over prompts and responses of a step.
+
+    2 for each weight and token; attention and norms are left out. The head reads response positions alone.
+    """
+    head = policy.get_output_embeddings().weight.numel()
+    layers = sum(p.numel() for p in policy.parameters()) - head
+    n_all = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses)
+    return 2 * layers * n_all + 2 * head * sum(len(r.response_ids) for r in responses)
+
+
+def phases(size, bf16):
+    """-> a row for each phase alone: seconds, tokens a second, share of the machine's matmul rate."""
+    dtype, rows = torch.bfloat16 if bf16 else torch.float32, []
+    rate, bandwidth = limits(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        shape = SIZES[size]
+        ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], bf16, True)
+        prompts, responses, batch = rollout_and_batch(ours)
+        microbatches, mask = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch), batch["response_mask"]
+        n_tokens, forward = int(mask.sum()), flops_of(ours.policy, responses)
+
+        def log_probs():
+            with torch.no_grad():
+                for m in microbatches:
+                    starter.get_response_log_probs(ours.policy, m["input_ids"], m["labels"], m["response_mask"], 1.0,
+                                                   bf16)
+
+        def reference():
+            with torch.no_grad():
+                for m in microbatches:
+                    starter.response_hidden(ours.reference, m["input_ids"], m["response_mask"], bf16)
+
+        head = 2 * ours.policy.get_output_embeddings().weight.numel() * n_tokens
+        for name, work, flops in (
+                ("rollout", lambda: rollout_and_batch(ours), forward), ("log-probs", log_probs, forward),
+                ("reference", reference, forward - head), ("update", lambda: update_of(ours, batch), 3 * forward),
+                ("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward)):
+            seconds = median_of(work)
+            rows.append({"size": size, "dtype": str(dtype)[6:], "phase": name, "seconds": f"{seconds:.4f}",
+                         "response_tokens_per_s": f"{n_tokens / seconds:.0f}", "gflop": f"{flops / 1e9:.1f}",
+                         "share_of_matmul_rate": f"{flops / seconds / rate:.3f}",
+                         "matmul_gflops": f"{rate / 1e9:.0f}", "copy_gb_per_s": f"{bandwidth / 1e9:.1f}"})
+    return rows
+
+
+def growth():
+    """-> rows: seconds of an update and of a rollout as one number grows, the others held; model S."""
+    rows = []
+
+    def measure(what, x, vocabulary=None, groups=32, group=8, new_tokens=16, **changes):
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(folder, 128, 4, 4, vocabulary)
+            ours = Ours(folder, new_tokens, True, False, rollout_batch_size=groups * group, group_size=group, **changes)
+            _, responses, batch = rollout_and_batch(ours)
+            seconds = {"update": median_of(lambda: update_of(ours, batch), 5),
+                       "rollout": median_of(lambda: rollout_and_batch(ours), 5)}
+        n_tokens = sum(len(r.response_ids) for r in responses)
+        rows.extend({"what": what, "x": x, "phase": phase, "response_tokens": n_tokens, "seconds": f"{value:.4f}"}
+                    for phase, value in seconds.items())
+
+    for groups in (16, 32, 64, 128, 256, 512):
+        measure("tokens", groups * 8 * 16, groups=groups)
+    for group in (2, 4, 8, 16, 32):
+        measure("group_size", group, groups=256 // group, group=group)
+    for vocabulary in (1_000, 4_000, 16_000, 64_000):
+        measure("vocabulary", vocabulary, vocabulary)
+    for epochs in (1, 2, 4):
+        measure("epochs_per_rollout", epochs, epochs_per_rollout=epochs)
+    for budget in (512, 2_048, 8_192, 32_768):
+        measure("max_tokens_per_microbatch", budget, max_tokens_per_microbatch=budget)
+    return rows
+
+
+def slope(points):
+    """[(x, y)] -> exponent of the power law through them, by least squares in logarithms."""
+    from math import log
+    xs, ys = [log(x) for x, _ in points], [log(y) for _, y in points]
+    mean_x, mean_y = statistics.mean(xs), statistics.mean(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+def draw():
+    """figures/bench_growth.png: seconds against each number, logarithmic, with the fitted exponent."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    rows = list(csv.DictReader(open(HERE / "results" / "bench_growth.csv")))
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(15, 3))
+    for axis, what in zip(axes, names):
+        for phase in ("update", "rollout"):
+            points = [(float(r["x"]), float(r["seconds"])) for r in rows if (r["what"], r["phase"]) == (what, phase)]
+            axis.loglog(*zip(*points), marker="o", label=f"{phase}: exponent {slope(points):.2f}")
+        axis.set(xlabel=what, ylabel="seconds")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(HERE / "figures" / "bench_growth.png", dpi=100)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--leash", default="off", choices=("off", "on"))
     parser.add_argument("--steps", type=int, default=10)
-    arguments = parser.parse_args()
+    for part in ("phases", "growth", "figure"):
+        parser.add_argument(f"--{part}", action="store_true")
+    arguments, made = parser.parse_args(), []
     warnings.filterwarnings("ignore")
-    made = []
-    for size in arguments.sizes:
-        made += append("step", [side_by_side(size, arguments.dtype == "bfloat16", arguments.leash == "on", arguments.steps)])
-        print(" | ".join(f"{name} {value}" for name, value in made[-1].items()), flush=True)
+    bf16, leash = arguments.dtype == "bfloat16", arguments.leash == "on"
+    if arguments.figure:
+        draw()
+    elif arguments.growth:
+        made = append("growth", growth())
+    else:
+        for size in arguments.sizes:
+            made += append("phases", phases(size, bf16)) if arguments.phases else append(
+                "step", [side_by_side(size, bf16, leash, arguments.steps)])
+            print(" | ".join(f"{name} {value}" for name, value in made[-1].items()), flush=True)
     print(json.dumps(made))
