@@ -333,7 +333,7 @@ def rewards_of(reward, texts, problems, seconds, if_broken):
             if if_broken is None:
                 raise InputError(f"{broken[0]}; it must return one finite number for every text, or set "
                                  "reward_if_broken to what such a text gets") from cause
-        rewards.append(float(if_broken) if what else value)
+        rewards.append(float(if_broken if what else value))
     if broken:
         print(f"Warning: {broken[0]}{f' and {len(broken) - 1} more' if broken[1:] else ''}; it gets {if_broken}")
     return rewards
