@@ -565,9 +565,9 @@ def mutant_table():
     """Planted faults by file, how many the fast tests catch, and those that they do not."""
     rows = read_csv(RESULTS / "mutants.csv")
     lines = [[file, str(sum(row["file"] == file for row in rows)),
-              str(sum(row["file"] == file and row["caught"] == "True" for row in rows))]
+              str(sum(row["file"] == file and row["caught_by"] != "" for row in rows))]
              for file in dict.fromkeys(row["file"] for row in rows)]
-    missed = [f"`{row['stands'].strip()}` → `{row['becomes'].strip()}`" for row in rows if row["caught"] != "True"]
+    missed = [f"`{row['stands'].strip()}` → `{row['becomes'].strip()}`" for row in rows if not row["caught_by"]]
     return markdown(["file", "planted", "caught"], lines) + (f"\n\nNot caught: {'; '.join(missed)}." if missed else "")
 
 
