@@ -340,6 +340,15 @@ def test_published_fuzzing_broke_a_limit_or_is_short():
     assert int(row["corpus size"]) == len(fuzz_reward.CORPUS.read_text().splitlines())
 
 
+def test_response_is_scored_against_another_groups_problem(policy_and_tokenizer):
+    _, tokenizer = policy_and_tokenizer
+    problems = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    responses = [Response([0], tokenizer(text)["input_ids"], [], True) for text in ("x", "y", "z", "u", "v", "w")]
+    c = SimpleNamespace(reward_seconds=1.0, reward_if_broken=None)
+    texts, rewards = starter.score(responses, problems, tokenizer, lambda text, problem: float(problem["answer"]) + (text == "v"), c)
+    assert rewards.tolist() == [1, 1, 1, 2, 3, 2] and texts == ["x", "y", "z", "u", "v", "w"]
+
+
 @pytest.mark.parametrize("reward, message", [
     (lambda text, problem: 1 / 0, "reward raised ZeroDivisionError: division by zero on the text"),
     (lambda text, problem: math.nan, "reward returned nan on the text"),
