@@ -733,6 +733,45 @@ def test_same_seed_gives_other_numbers(checkpoint, tmp_path):
     assert same_numbers(runs[0], runs[1]) and not same_numbers(runs[0], runs[2])
 
 
+def test_sampler_correction_is_turned_around_or_not_cut(policy_and_tokenizer):
+    """The gradient of one response whose sampler's log-probs are off by -0.3, 0, 1: weights exp(0.3), 1 and exp(-1), cut at 1.2."""
+    policy, _ = policy_and_tokenizer
+    batch = starter.make_batch([Response([5, 6], [7, 8, 9], [0.0] * 3, True)], torch.ones(1), "cpu")
+    mask = batch["response_mask"]
+    own = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], mask)
+    batch |= {"weights": mask.float(), "rollout_log_probs": own.detach() + torch.zeros_like(own).masked_scatter(mask, torch.tensor([-0.3, 0.0, 1.0]))}
+    by_hand = -(own[mask] * torch.tensor([1.2, 1.0, math.exp(-1)])).sum()
+    first = next(policy.parameters())
+    expected, = torch.autograd.grad(by_hand, first)
+    starter.grpo_microbatch_step(policy, batch, 0.2, importance_cap=1.2)
+    torch.testing.assert_close(first.grad, expected, rtol=0, atol=1e-5)
+
+
+def test_two_seeds_or_two_steps_sample_alike(checkpoint, tmp_path):
+    seeds, real = [], starter.rollout
+
+    def spy(*args, **kwargs):
+        seeds.append(kwargs["seed"])
+        return real(*args, **kwargs)
+
+    with mock.patch.object(starter, "rollout", spy):
+        for seed in (0, 1):
+            starter.main(**settings(checkpoint, tmp_path, eval_every=0, seed=seed))
+    assert len(seeds) == 12 and seeds[0] == seeds[4] == seeds[5] and len(set(seeds)) == 8  # evaluations and the KL's samples share one a run
+    assert min(abs(a - b) for a, b in itertools.combinations(set(seeds), 2)) >= 2**20  # a response draws with seed + its number
+
+
+def test_logged_means_depend_on_the_microbatch_size(policy_and_tokenizer):
+    policy, _ = policy_and_tokenizer
+    batch = starter.make_batch([Response([3], [5 + i] * n, [-3.0] * n, True) for i, n in enumerate((1, 9, 4, 2))], torch.linspace(-1, 1, 4), "cpu")
+    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
+    means = [starter.accumulate_gradients(policy, None, starter.cut_microbatches(batch, n), 0.0, starter.defaultdict(float), clip_range=0.2)[0]
+             for n in (1000, 10, 1)]
+    for name in means[0]:
+        for other in means[1:]:
+            torch.testing.assert_close(torch.as_tensor(other[name]), torch.as_tensor(means[0][name]), rtol=1e-5, atol=1e-6)
+
+
 def test_leash_at_zero_is_not_plain_grpo(checkpoint, tmp_path):
     kept = {}
     for name, changes in {"off": {}, "zero": dict(use_kl_penalty=True, kl_coef=0.0)}.items():
@@ -1229,7 +1268,7 @@ def stopped(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("owner, name, number", [
-    (starter, "rollout", 5), (starter, "accumulate_gradients", 6), (torch.nn.utils, "clip_grad_norm_", 7), (torch.optim.AdamW, "step", 8),
+    (starter, "rollout", 5), (starter, "accumulate_gradients", 2), (starter, "accumulate_gradients", 6), (torch.nn.utils, "clip_grad_norm_", 7), (torch.optim.AdamW, "step", 8),
     (starter, "evaluate", 2), (starter, "log_train", 3), (starter, "measure_kl", 1), (starter, "evaluate", 1)])
 def test_killed_and_resumed_run_ends_elsewhere(checkpoint, tmp_path, undisturbed, owner, name, number):
     killed(checkpoint, tmp_path, at_call(owner, name, number, die))
