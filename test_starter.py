@@ -747,6 +747,24 @@ def test_sampler_correction_is_turned_around_or_not_cut(policy_and_tokenizer):
     torch.testing.assert_close(first.grad, expected, rtol=0, atol=1e-5)
 
 
+def test_evaluation_is_of_another_step(checkpoint, tmp_path):
+    result = starter.main(**settings(checkpoint, tmp_path, n_train_steps=5))
+    assert [step for step, _ in scalars(result["run_folder"])["eval/solved"]] == [0, 2, 4, 5]
+
+
+def test_warning_is_said_again_each_step_or_after_resume(checkpoint, tmp_path):
+    def say(m, first, c, step, said):
+        heard.append((step, sorted(said)))
+        said.add("drift")
+        return []
+
+    for resume, n_steps in ((False, 2), (True, 3)):
+        heard = []
+        with mock.patch.object(checks, "warning_signs", say):
+            starter.main(**settings(checkpoint, tmp_path, eval_every=0, save_every=1, n_train_steps=n_steps, resume=resume))
+        assert heard[0 if resume else 1:-1] == ([(3, ["drift"])] if resume else [(1, []), (2, ["drift"])])  # without the evaluations
+
+
 def test_two_seeds_or_two_steps_sample_alike(checkpoint, tmp_path):
     seeds, real = [], starter.rollout
 
