@@ -922,7 +922,7 @@ def test_masked_mean_counts_masked_tokens():
 
 
 def test_equal_rewards_give_an_advantage():
-    advantages, metadata = compute_group_normalized_advantages(torch.tensor([0.11] * 3 + [0.0, 1.0, 0.5]), 3, 1e-6, True)
+    advantages, metadata = compute_group_normalized_advantages(torch.tensor([0.11] * 3 + [0, 1.0, 0.5]), 3, 1e-6, True)
     torch.testing.assert_close(advantages, torch.tensor([0.0, 0, 0, -1, 1, 0]), rtol=0, atol=1e-5)
     assert advantages[:3].tolist() == [0, 0, 0] and metadata["frac_zero_std"] == 0.5
 
