@@ -483,18 +483,18 @@ class RestartedVLLM:
         for attempt in (1, 2):
             try:
                 with time_limit(self.seconds):
+                    if self.llm is None:
+                        self.llm = self.start()
+                        load_policy_into_vllm_instance(self.policy, self.llm)
                     return getattr(self.llm, name)(*args, **settings)
             except (Exception, TimedOut) as error:
-                hung = isinstance(error, TimedOut)
                 what = f"failed ({type(error).__name__}: {error})"
-                what = f"did not return within {self.seconds:g} s" if hung else what
+                what = f"did not return within {self.seconds:g} s" if isinstance(error, TimedOut) else what
+            self.llm = None
+            gc.collect()
             if attempt == 2:
                 raise RunStopped(f"vLLM's {name} {what}, twice; resume = True goes on from the checkpoint")
             print(f"Warning: vLLM's {name} {what}; it is started again with the present weights", flush=True)
-            self.llm = None
-            gc.collect()
-            self.llm = self.start()
-            load_policy_into_vllm_instance(self.policy, self.llm)
 
     def __getattr__(self, name):
         return functools.partial(self.call, name)

@@ -1627,6 +1627,19 @@ def test_engine_is_not_restarted_or_has_old_weights(checkpoint, tmp_path, capsys
     assert [path.name for path in tmp_path.glob("twice/*/checkpoints/*")] == ["step_00000001"]
 
 
+def test_engine_that_cannot_start_again_is_a_traceback(capsys):
+    engines = iter([mock.Mock(generate=mock.Mock(side_effect=RuntimeError("died")))])
+
+    def start():
+        for engine in engines:
+            return engine
+        raise ValueError("no memory for the cache")
+
+    with pytest.raises(RunStopped, match=r"vLLM's generate failed \(ValueError: no memory for the cache\), twice; resume = True"):
+        machine.RestartedVLLM(start, None, 5).generate([])
+    assert "failed (RuntimeError: died); it is started again" in capsys.readouterr().out
+
+
 # --- for real: kill -9, memory that ends, vLLM
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -2313,7 +2326,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("except (OSError, SafetensorError) as error:", "except OSError as error:", "machine.py"),
     ("                self.writer = None\n                print", "                print", "machine.py"),
     ("if attempt == 2:", "if attempt == 3:", "machine.py"),
-    ("            load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "machine.py"),
+    ("                        load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "machine.py"),
     ("class TimedOut(BaseException)", "class TimedOut(Exception)", "machine.py"),
     ("rewards.append(float(if_broken if what else value))", "rewards.append(0.0 if what else float(value))", "checks.py"),
     ("    llm.reset_prefix_cache()  #", "    pass  #"),
