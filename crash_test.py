@@ -81,7 +81,8 @@ def outcome(folder, checkpoints=True):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     (run_folder,) = (path.parent for path in folder.glob("runs/*/config.json"))
     events = EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
-    numbers = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    in_time = lambda tag: sorted(events.Scalars(tag), key=lambda e: e.wall_time)  # files of one second sort as text
+    numbers = {tag: [(e.step, e.value) for e in in_time(tag)] for tag in events.Tags()["scalars"]
                if not tag.startswith(("time/", "mem/")) and tag != "train/tokens_per_s"}
     files = [run_folder / "model/model.safetensors", run_folder / "kl_by_token.json"]
     files += sorted(run_folder.glob("checkpoints/*"))[-1].glob("*.safetensors") if checkpoints else []

@@ -1455,6 +1455,12 @@ def test_out_of_memory_with_one_response_goes_on_for_ever(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step_00000001"]  # the step before is not lost
 
 
+def test_run_stops_while_some_microbatches_can_still_be_halved():
+    rows = lambda n: {"labels": torch.arange(n)[:, None], "ref_hidden": torch.ones(n, 2)}
+    halves = starter.halve([rows(1), rows(5)])
+    assert [part["labels"][:, 0].tolist() for part in halves] == [[0], [0, 1, 2], [3, 4]] and not any("ref_hidden" in part for part in halves)
+
+
 def test_other_errors_pass_for_a_lack_of_memory(checkpoint, tmp_path):
     with mock.patch.object(starter, "grpo_microbatch_step", side_effect=RuntimeError("shapes differ")), mock.patch.object(checks, "refuse_dead_knobs"):
         with pytest.raises(RuntimeError, match="shapes differ"):
@@ -1541,6 +1547,18 @@ def test_broken_reward_loses_the_run_or_its_text(checkpoint, tmp_path, capsys, b
     assert re.search(rf"Warning: reward {re.escape(words)} .*; it gets -1.0\n", capsys.readouterr().out)
     reward_mean = dict(scalars(result["run_folder"])["train/reward_mean"])
     assert reward_mean[2] < reward_mean[1] and len(reward_mean) == 3
+    calls = itertools.count(1 + 20 + 16 + 3)
+    assert checks.rewards_of(reward, ["a", "b"], [{}, {}], 0.2, -1.0)[0] == -1.0
+
+
+def test_weights_in_the_middle_of_a_step_are_saved_as_a_step(checkpoint, tmp_path, undisturbed):
+    """An error in the second epoch of step 4, when the weights have moved: neither step 3 nor step 4 has these."""
+    with pytest.raises(RuntimeError, match="a bug"), at_call(starter, "accumulate_gradients", 8, mock.Mock(side_effect=RuntimeError("a bug"))):
+        starter.main(**run_settings(checkpoint, tmp_path / "runs"))
+    assert [path.name for path in tmp_path.glob("runs/*/checkpoints/*")] == ["step_00000002"]
+    gc.collect()
+    starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
+    assert crash_test.outcome(tmp_path) == undisturbed
 
 
 def test_run_that_its_reward_stopped_goes_on_elsewhere(checkpoint, tmp_path, undisturbed):
