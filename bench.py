@@ -78,7 +78,7 @@ class Ours:
         self.policy, self.tokenizer = starter.init_policy(folder, torch.device("cpu"))
         self.reference = starter.copy.deepcopy(self.policy).requires_grad_(False) if leash else None
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, weight_decay=0.0)
-        self.problems, _ = starter.countdown_problems(self.c)
+        self.problems, _ = starter.tasks.countdown_problems(self.c)
         self.state, self.seconds = {}, {}
         quiet = lambda *args: None
         self.run = SimpleNamespace(log=self.log, weights_move=quiet, end_of_step=quiet, keep_skipped=quiet)
@@ -100,7 +100,7 @@ def trl_trainer(folder, new_tokens, bf16, leash, rows, steps, each_step):
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     c = configuration(folder, new_tokens, bf16, leash)
-    problems, _ = starter.countdown_problems(c)
+    problems, _ = starter.tasks.countdown_problems(c)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": p["prompt"]}], tokenize=False,
                                              add_generation_prompt=True) for p in problems[:PROMPTS * (steps + 1)]]
@@ -125,14 +125,14 @@ def trl_trainer(folder, new_tokens, bf16, leash, rows, steps, each_step):
 
 def peak_gb(side, folder, size, bf16, leash, rows):
     """-> most memory that a process of its own held over three steps."""
-    program = (f"import bench, starter; settings = {(str(folder), SIZES[size]['new_tokens'], bf16, leash)}\n" + (
+    program = (f"import bench, re, starter; settings = {(str(folder), SIZES[size]['new_tokens'], bf16, leash)}\n" + (
         "ours = bench.Ours(*settings)\nfor _ in range(3): ours.step()\n" if side == "ours" else
         f"bench.trl_trainer(*settings, {rows}, 3, lambda seconds: None).train()\n") +
-        "print('peak', starter.machine.peak_memory_gb())")
+        "print('peak', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])")  # ru_maxrss: a parent's too
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stderr[-2000:])
-    return float(run.stdout.split("peak ")[1])
+    return float(run.stdout.split("peak ")[1]) * 1024 / 1e9
 
 
 def machine_line():
@@ -213,8 +213,8 @@ def rollout_and_batch(ours):
     c = ours.c
     asked = starter.problems_of_step(ours.problems, 0, c.rollout_batch_size // c.group_size, 0)
     prompts = starter.prompt_ids_of(asked, ours.tokenizer)
-    responses = starter.rollout(ours.policy, None, prompts, group_size=c.group_size, seed=0,
-                                **starter.sampling(c, ours.tokenizer))
+    responses = starter.rollout(ours.policy, None, prompts, group_size=c.group_size,
+                                **starter.sampling(c, ours.tokenizer, 1))
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
     batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", c.max_new_tokens)
     return prompts, responses, batch
@@ -257,12 +257,12 @@ def phases(size, bf16):
             with torch.no_grad():
                 for m in microbatches:
                     starter.get_response_log_probs(ours.policy, m["input_ids"], m["labels"], m["response_mask"], 1.0,
-                                                   bf16)
+                                                   bf16, prompts=m["prompts"])
 
         def reference():
             with torch.no_grad():
                 for m in microbatches:
-                    starter.response_hidden(ours.reference, m["input_ids"], m["response_mask"], bf16)
+                    starter.response_hidden(ours.reference, m, bf16)
 
         head = 2 * ours.policy.get_output_embeddings().weight.numel() * n_tokens
         for name, work, flops in (

@@ -422,7 +422,7 @@ def refuse_dead_knobs(starter, policy, ref_model, responses, c, knobs):
     import torch
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
     batch["weights"] = starter.token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-    hidden = starter.response_hidden(ref_model, batch["input_ids"], batch["response_mask"])  # (N, H)
+    hidden = starter.response_hidden(ref_model, batch)  # (N, H)
     far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
     batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
     batch |= {"old_log_probs": batch["rollout_log_probs"].flip(0)} if c.epochs_per_rollout > 1 else {}  # ratios

@@ -1,11 +1,10 @@
 """machine.py: what starter.py needs around the algorithm: the machine, time limits, the run folder with its log and
-checkpoints, vLLM's start, weights and restart. Nothing here enters a loss or a gradient.
+checkpoints. Nothing here enters a loss or a gradient.
 
 Imported before torch, because the variables below are read when torch and vLLM are loaded.
 """
 import contextlib
-import functools
-import gc
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -42,6 +41,9 @@ VARIABLES = {  # what is set outside wins
 for name, value in VARIABLES.items():
     os.environ.setdefault(name, value)
 warnings.filterwarnings("ignore", category=FutureWarning)
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
+    for option, value in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: keep freed memory for
+        ctypes.CDLL(None).mallopt(option, value)  # the next step; to give it back and fault it in again takes time
 
 
 class InputError(ValueError):
@@ -390,11 +392,7 @@ def choose_hardware(c):
     bf16 = device.type == "cuda" or "avx512_bf16" in cpu_flags() if c.bf16 is None else c.bf16
     installed = importlib.util.find_spec("vllm") is not None
     use_vllm = c.engine == "vllm" or c.engine == "auto" and installed and device.type == "cuda"
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # the LM head in TF32: 10 bits of mantissa, float32 sums
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     why = "asked for"
     if c.engine == "auto":
         why = "vLLM found" if use_vllm else "no GPU" if installed else "vLLM is not installed"
@@ -406,6 +404,17 @@ def cpu_flags():
     """-> names of the processor's features; empty where the system does not say."""
     info = Path("/proc/cpuinfo")
     return set(info.read_text().partition("flags")[2].partition("\n")[0].split()) if info.is_file() else set()
+
+
+@contextlib.contextmanager
+def matmuls_in(dtype):
+    """bfloat16: float32 matmuls inside take their inputs as bf16 (TF32 on a GPU) and sum and return float32. Solely
+    around the LM head: rotary positions, which transformers multiplies out in float32, would be rounded too."""
+    import torch
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def peak_memory_gb():
@@ -425,76 +434,3 @@ def random_states_kept():
     set_random_states(states)
     torch.set_num_threads = set_threads  # vLLM on a CPU puts a no-op here
     torch.set_num_threads(threads)
-
-
-def vllm_memory(model_id, max_model_len, gpu_mem_util, bf16, max_num_seqs=256):
-    """-> settings of LLM() that bound its memory. A CPU engine left alone takes 92 % of the machine's."""
-    if not VLLM_IS_CPU:
-        return {"gpu_memory_utilization": gpu_mem_util}
-    from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(model_id)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * (2 if bf16 else 4)
-    most = gpu_mem_util * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"enforce_eager": True, "block_size": 32,  # blocks of 128, the default, waste a small cache
-            "enable_chunked_prefill": False,  # a seeded request whose prompt is cut in two crashes
-            "kv_cache_memory_bytes": int(min(max_num_seqs * (max_model_len + 64) * token_bytes, most))}
-
-
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-def vllm_worker_load(worker, named_weights):
-    """Runs inside vLLM's worker: load (name, tensor) pairs, then pack the output head again.
-
-    reload_weights alone leaves a tied head with its old packed weights on a CPU (1-7 of 192 greedy tokens agree).
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    worker.reload_weights(weights_iterator=iter(named_weights))
-    for module in worker.model_runner.get_model().modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-
-
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
-    """-> vLLM engine in this process. Its log-probs are log_softmax(logits / T), at the sampling temperature T."""
-    from vllm import LLM
-    memory = vllm_memory(model_id, max_model_len, gpu_mem_util, bf16)
-    with random_states_kept():
-        return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", max_model_len=max_model_len,
-                   logprobs_mode="processed_logprobs", max_num_seqs=256, use_tqdm_on_load=False, **memory)
-
-
-def load_policy_into_vllm_instance(policy, llm):
-    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
-    llm.collective_rpc(vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
-    if llm.reset_prefix_cache() is not True:
-        raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
-
-
-class RestartedVLLM:
-    """vLLM's LLM, as far as starter.py calls it. A call that fails or hangs is made once more, in a new engine.
-
-    start() -> LLM; policy: whose weights the new engine gets. A second failure in the same call is RunStopped.
-    """
-    def __init__(self, start, policy, seconds):
-        self.start, self.policy, self.seconds, self.llm = start, policy, seconds, start()
-
-    def call(self, name, *args, **settings):
-        for attempt in (1, 2):
-            try:
-                with time_limit(self.seconds):
-                    if self.llm is None:
-                        self.llm = self.start()
-                        load_policy_into_vllm_instance(self.policy, self.llm)
-                    return getattr(self.llm, name)(*args, **settings)
-            except (Exception, TimedOut) as error:
-                what = f"failed ({type(error).__name__}: {error})"
-                what = f"did not return within {self.seconds:g} s" if isinstance(error, TimedOut) else what
-            self.llm = None
-            gc.collect()
-            if attempt == 2:
-                raise RunStopped(f"vLLM's {name} {what}, twice; resume = True goes on from the checkpoint")
-            print(f"Warning: vLLM's {name} {what}; it is started again with the present weights", flush=True)
-
-    def __getattr__(self, name):
-        return functools.partial(self.call, name)

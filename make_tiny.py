@@ -57,7 +57,7 @@ def make_skill(skill, n, held_out, seed):
     rng, (alphabet, length, solve), problems = random.Random(f"{skill} {held_out} {seed}"), SKILLS[skill], {}
     while len(problems) < n:
         text = "".join(rng.choices(alphabet, k=length))
-        if starter.is_held_out(skill, text) == held_out:
+        if starter.tasks.is_held_out(skill, text) == held_out:
             problems[text] = {"skill": skill, "prompt": f"{skill} {text}", "answer": solve(text)}
     return list(problems.values())
 
@@ -65,7 +65,7 @@ def make_skill(skill, n, held_out, seed):
 def make_examples(n, countdown_share, careless_share, seed):
     """-> n shuffled (prompt, answer) pairs, none of them held out."""
     rng, pairs = random.Random(seed), []
-    problems = starter.make_countdown(round(n * countdown_share), held_out=False, seed=seed, **COUNTDOWN)
+    problems = starter.tasks.make_countdown(round(n * countdown_share), held_out=False, seed=seed, **COUNTDOWN)
     for problem in problems:
         careless = rng.random() < careless_share
         pairs.append((problem["prompt"], "*".join(map(str, problem["numbers"])) if careless else problem["solution"]))
@@ -136,7 +136,7 @@ def make_tiny(
     skills = [problem for skill in SKILLS for problem in make_skill(skill, 125, True, seed)]
     c = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, temperature=1.0, reward=starter.reward_fn,
                         reward_seconds=10.0, reward_if_broken=None)
-    problems = starter.make_countdown(500, held_out=True, seed=seed, **COUNTDOWN)
+    problems = starter.tasks.make_countdown(500, held_out=True, seed=seed, **COUNTDOWN)
     can, _ = starter.evaluate(model.eval(), None, tokenizer, problems, skills, c)
     unfinished = folder.with_name(f"{folder.name}.unfinished.{os.getpid()}")  # a killed build leaves no half model
     model.save_pretrained(unfinished)

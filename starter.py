@@ -12,8 +12,11 @@ differently from the trainer. The loss measures nothing: watch the reward.
 """
 import machine  # first: it sets variables that torch and vLLM read when they are imported
 import checks
+import engines
+import tasks
 from checks import check_log_probs
-from machine import InputError, RunStopped, init_vllm, load_policy_into_vllm_instance, timed
+from engines import init_vllm, load_policy_into_vllm_instance
+from machine import InputError, RunStopped, timed
 
 import ast
 import copy
@@ -32,86 +35,29 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.functional import softplus
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 1. Problems: a seed or a JSONL file -> list of {"prompt", what the reward needs}. A new task is added here.
-
-COUNTDOWN_PROMPT = (
-    "Using the numbers {numbers}, write an expression that equals {target}. Use each number exactly once, with + - * / "
-    "and parentheses. Think in a few short lines, then give the expression alone in answer tags, for example "
-    "<answer>(1 + 2) * 3</answer>.")
-GSM8K_PROMPT = ("{question}\nThink step by step in a few short lines, then give the number alone in answer tags, for "
-                "example <answer>42</answer>.")
-
-
-def is_held_out(*key):
-    """A fixed quarter of all keys: train and held-out problems are disjoint by construction, whatever the seeds."""
-    return zlib.crc32(repr(key).encode()) % 4 == 0
-
-
-def make_countdown(n, numbers_per_problem, max_number, max_target, held_out, seed, template=COUNTDOWN_PROMPT):
-    """-> n problems, solvable by construction: the target is what random operations make of the numbers."""
-    rng, problems, seen = random.Random(f"{seed} {held_out}"), [], set()
-    for _ in range(20_000 + 200 * n):
-        numbers = [rng.randint(1, max_number) for _ in range(rng.choice(numbers_per_problem))]
-        pool = [(Fraction(number), str(number)) for number in numbers]
-        while len(pool) > 1:
-            (a, x), (b, y) = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
-            values = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else Fraction(-1)}
-            op = rng.choice([op for op, value in values.items() if value >= 0 and value.denominator == 1])
-            pool.append((values[op], f"({x}{op}{y})"))
-        (target, solution), = pool
-        key = sorted(numbers), int(target)
-        if not 1 <= target <= max_target or is_held_out(*key) != held_out or (held_out and str(key) in seen):
-            continue  # held-out problems all differ, so that their count is the sample size of the interval
-        seen.add(str(key))
-        problems.append({"prompt": template.format(numbers=" ".join(map(str, numbers)), target=target),
-                         "numbers": numbers, "target": int(target), "solution": solution[1:-1]})
-        if len(problems) == n:
-            return problems
-    raise InputError(f"only {len(problems)} of {n} Countdown problems were found for max_number = {max_number} and "
-                     f"max_target = {max_target}; use larger numbers or fewer problems")
-
-
-def countdown_problems(c):
-    """-> (train, held-out)."""
-    make = partial(make_countdown, numbers_per_problem=c.numbers_per_problem, max_number=c.max_number,
-                   max_target=c.max_target, seed=c.seed, template=c.countdown_prompt)
-    return make(c.n_train_problems, held_out=False), make(c.n_eval_problems, held_out=True)
-
-
-def gsm8k_problems(c):
-    """-> (train, held-out) of JSONL files whose answers end in "#### 1,234". No eval_file: a quarter is held out."""
-    def read(path):
-        return [{"prompt": GSM8K_PROMPT.format(question=row["question"]),
-                 "answer": row["answer"].rpartition("####")[2].strip()}
-                for row in checks.read_jsonl(path, ("question", "answer"))]
-
-    problems = read(c.train_file)
-    held_out = read(c.eval_file) if c.eval_file else [p for p in problems if is_held_out(p["prompt"])]
-    problems = problems if c.eval_file else [p for p in problems if not is_held_out(p["prompt"])]
-    return problems, held_out[:c.n_eval_problems]
-
-
-TASKS = {"countdown": countdown_problems, "gsm8k": gsm8k_problems}  # name: configuration -> (train, held-out)
-
+# 1. Problems: tasks.py makes or reads them -> the problems of a step
 
 def problems_of_step(problems, step, n, seed):
     """-> the n problems of this step: a walk through a fresh shuffle each epoch, found from the step alone."""
     walk = [divmod(position, len(problems)) for position in range(step * n, (step + 1) * n)]
-    orders = {e: random.Random(f"{seed} {e}").sample(range(len(problems)), len(problems)) for e, _ in walk}
+    orders = {e: random.Random(f"{seed} {e}").sample(range(len(problems)), len(problems)) for e in dict(walk)}
     return [problems[orders[epoch][index]] for epoch, index in walk]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 2. Model: a checkpoint folder -> policy, tokenizer; machine.py starts vLLM and hands it the weights
+# 2. Model: a checkpoint folder -> policy, tokenizer; engines.py starts vLLM and hands it the weights
 
 def init_policy(model_id, device):
     """-> policy in float32, tokenizer. float32: in bf16, 84-98 % of the updates at lr 1e-5 to 1e-6 round away."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    import shared_prompts  # noqa: F401  it registers the attention named below
     with machine.loading(model_id):
         policy, found = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32, output_loading_info=True,
+                                                             attn_implementation="starter",
                                                              ignore_mismatched_sizes=True)  # check_model reads found
         tokenizer = AutoTokenizer.from_pretrained(model_id)
     checks.check_model(policy.to(device).eval(), tokenizer, model_id, found)
@@ -155,49 +101,51 @@ def rollout_with_vllm(llm, prompts, group_size, max_new_tokens, temperature, see
 
 
 @torch.no_grad()
-def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, temperature, seed, eos_token_id):
-    """P lists of prompt ids -> P * group_size Responses, group after group. A prompt is read once for its group."""
-    responses, generator, mode = [], torch.Generator(policy.device).manual_seed(seed), policy.training
+def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, temperature, seed, eos_token_id, bf16=False):
+    """P lists of prompt ids -> P * group_size Responses, group after group. A prompt is read once for its group.
+
+    Response j of prompt i draws with seed + i * group_size + j, whatever else is in the batch.
+    """
+    from shared_prompts import read_prompts
+    responses, mode, device = [], policy.training, policy.device
     policy.eval()  # in train mode gradient checkpointing drops the cache
     prompts_at_once = max(1, 512 // group_size)  # 512 rows: large enough to be quick, small enough for a laptop
     for start in range(0, len(prompts), prompts_at_once):
-        chunk = prompts[start:start + prompts_at_once]
-        longest = max(map(len, chunk))  # padded on the left: the last column holds each prompt's last token
-        ids = torch.tensor([[eos_token_id] * (longest - len(p)) + p for p in chunk], device=policy.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in chunk], device=policy.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = policy(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-        out.past_key_values.batch_repeat_interleave(group_size)
-        logits, mask, positions = (x.repeat_interleave(group_size, 0) for x in (out.logits, mask, positions[:, -1:]))
-        running, tokens, chosen = torch.ones(len(mask), dtype=torch.bool, device=policy.device), [], []
-        while len(tokens) < max_new_tokens:
-            log_probs = torch.log_softmax(logits[:, -1].float() / (temperature or 1), dim=-1)  # (B, V)
-            draw = partial(torch.multinomial, num_samples=1, generator=generator)
-            token = draw(log_probs.exp()) if temperature else log_probs.argmax(dim=1, keepdim=True)
-            tokens.append(token), chosen.append(log_probs.gather(1, token))
-            running &= token[:, 0] != eos_token_id
-            if not running.any():
-                break
-            mask, positions = torch.cat([mask, torch.ones_like(token)], dim=1), positions + 1
-            out = policy(token, attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
-            logits = out.logits
-        for i, (row, log_prob_row) in enumerate(zip(torch.cat(tokens, 1).tolist(), torch.cat(chosen, 1).tolist())):
+        chunk, tokens, log_probs = prompts[start:start + prompts_at_once], [], []
+        seeds = range(seed + start * group_size, seed + (start + len(chunk)) * group_size)
+        uniform = [torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        uniform = torch.stack(uniform).to(device)  # (B, max_new_tokens)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):  # around all: each weight is cast once
+            hidden, cache, positions = read_prompts(policy, chunk, group_size, max_new_tokens)
+            hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
+            running = torch.ones(len(hidden), dtype=torch.bool, device=device)
+            for i in range(max_new_tokens):
+                logits = policy.get_output_embeddings()(hidden)  # (B, V)
+                token, log_prob = engines.draw_tokens(logits, uniform[:, i:i + 1], temperature)
+                tokens.append(token), log_probs.append(log_prob)
+                running &= token[:, 0] != eos_token_id
+                if not running.any() or i == max_new_tokens - 1:
+                    break
+                out = policy.base_model(input_ids=token, position_ids=positions + i, past_key_values=cache)
+                hidden = out.last_hidden_state[:, -1]
+        for i, (row, chosen) in enumerate(zip(torch.cat(tokens, 1).tolist(), torch.cat(log_probs, 1).tolist())):
             end = row.index(eos_token_id) + 1 if eos_token_id in row else len(row)
-            responses.append(Response(chunk[i // group_size], row[:end], log_prob_row[:end], eos_token_id in row))
+            responses.append(Response(chunk[i // group_size], row[:end], chosen[:end], eos_token_id in row))
     policy.train(mode)
     return responses
 
 
-def sampling(c, tokenizer):
-    """-> what every rollout has in common."""
-    return dict(max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id)
+def sampling(c, tokenizer, what):
+    """-> settings of the rollout of a step, or for another purpose. seed: 32 bits, all that torch reads on a CPU."""
+    return dict(max_new_tokens=c.max_new_tokens, temperature=c.temperature, eos_token_id=tokenizer.eos_token_id,
+                seed=random.Random(f"{c.seed} {what}").getrandbits(32), bf16=c.bf16)
 
 
-def rollout(policy, llm, prompts, **settings):
+def rollout(policy, llm, prompts, bf16=False, **settings):
     """One call, two engines: vLLM where there is one, else the policy itself. -> Responses, group after group."""
     if llm is not None:
         return rollout_with_vllm(llm, prompts, **settings)
-    return rollout_with_transformers(policy, prompts, **settings)
+    return rollout_with_transformers(policy, prompts, bf16=bf16, **settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,18 +230,17 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 # 6. Microbatches: Responses -> (B, T) tensors, aligned once: column t of every one speaks of the token labels[:, t]
 
 def make_batch(responses, advantages, device):
-    """-> dict of (B, T) tensors, padded on the right. The mask comes from lengths: EOS may well be the pad id."""
-    rows = [r.prompt_ids + r.response_ids for r in responses]
-    shape = len(rows), max(map(len, rows)) - 1
-    batch = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long),
-             "response_mask": torch.zeros(shape, dtype=torch.bool), "rollout_log_probs": torch.zeros(shape)}
-    for i, (response, row) in enumerate(zip(responses, rows)):
-        first, end = len(response.prompt_ids) - 1, len(row) - 1
-        batch["input_ids"][i, :end] = torch.tensor(row[:-1])
-        batch["labels"][i, :end] = torch.tensor(row[1:])
-        batch["response_mask"][i, first:end] = True
-        batch["rollout_log_probs"][i, first:end] = torch.tensor(response.log_probs)
-    batch["advantages"] = advantages[:, None]  # (B, 1)
+    """-> dict of (B, T) tensors, padded on the right; advantages (B, 1); prompts (B, L) but for their last token, which
+    is the first of input_ids, padded with -1. The mask comes from lengths: EOS may well be the pad id."""
+    def padded(rows, value, dtype=torch.long):
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=value)
+
+    labels, lengths = padded([r.response_ids for r in responses], 0), [len(r.response_ids) for r in responses]
+    batch = {"prompts": padded([r.prompt_ids[:-1] for r in responses], -1), "labels": labels,
+             "input_ids": padded([r.prompt_ids[-1:] + r.response_ids[:-1] for r in responses], 0),
+             "response_mask": torch.arange(labels.shape[1]) < torch.tensor(lengths)[:, None],
+             "rollout_log_probs": padded([r.log_probs for r in responses], 0.0, torch.float32),
+             "advantages": advantages[:, None]}
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -309,14 +256,18 @@ def token_weights(response_mask, loss_average, max_new_tokens):
 
 
 def cut_microbatches(batch, max_tokens):
-    """-> microbatches, longest rows first, each of at most max_tokens padded tokens, or of one row."""
-    mask, cuts = batch["response_mask"], []
-    ends = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).clamp(min=1)  # (B,)
-    order = ends.argsort(descending=True, stable=True)
-    while len(order):
-        width = int(ends[order[0]])  # the column after the last response token of the longest
-        n = max(1, max_tokens // width)
-        cuts.append({name: tensor[order[:n], :width] for name, tensor in batch.items()})
+    """-> microbatches, longest rows first, each of at most max_tokens padded tokens with its prompts, or of one row."""
+    lengths, cuts = batch["response_mask"].sum(dim=1).clamp(min=1).tolist(), []
+    prompts, order = list(map(tuple, batch["prompts"].tolist())), sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        width, n, read = lengths[order[0]], 0, set()  # a prompt is read once in a microbatch
+        while n < len(order):
+            read.add(prompts[order[n]])
+            if n and (n + 1) * width + len(read) * len(prompts[0]) > max_tokens:
+                break
+            n += 1
+        cuts.append({name: tensor[order[:n]] if name == "prompts" else tensor[order[:n], :width]
+                     for name, tensor in batch.items()})
         order = order[n:]
     return cuts
 
@@ -328,69 +279,93 @@ class ChunkedHead(torch.autograd.Function):
     """(N, H) hidden, (V, H) weight, (N,) labels, a reference's hidden and weight or None -> four (N,) tensors in nats:
     log-prob of the label, exact KL(policy || reference); for show: entropy, the reference's log-prob of the label.
 
-    LM head and softmax a few rows at a time, forward and backward: memory is that of a few chunks of logits. KL is
-    the sum of p * (log p - log q) over the vocabulary; its slope by a logit is p * (log p - log q - KL).
+    LM head and softmax for a slice of the vocabulary at a time, forward and backward: memory is that of a few slices.
+    Sums run under a running maximum. KL = E[d] - log Z + log Z_ref with d = logit - the reference's; its slope by a
+    logit is p * (d - E[d]). hidden in bf16: multiplied as bf16, summed in float32.
     """
     @staticmethod
-    def log_softmax(hidden, weight, temperature):
-        logits = (hidden @ weight.T).div_(temperature)
-        return logits.sub_(logits.logsumexp(dim=1, keepdim=True))  # log_softmax() is less exact over a large vocabulary
+    def slices(hidden, weight, labels, logits_at_once):
+        """-> tokens of a slice, their (N, C) logits, rows whose label is among them, the label's place there."""
+        width = max(256, logits_at_once // max(1, len(hidden)))
+        for start in range(0, len(weight), width):
+            rows = ((labels >= start) & (labels < start + width)).nonzero()[:, 0]
+            yield slice(start, start + width), hidden @ weight[start:start + width].T, rows, labels[rows] - start
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, ref_hidden, ref_weight, logits_at_once=1 << 24):  # 64 MB
-        ctx.save_for_backward(hidden, weight, labels, ref_hidden, ref_weight)
-        ctx.temperature, ctx.rows = temperature, max(1, logits_at_once // len(weight))
-        label_log_prob, kl, entropy, ref_label_log_prob = (hidden.new_zeros(len(hidden)) for _ in range(4))
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            log_p = ChunkedHead.log_softmax(hidden[part], weight, temperature)  # (rows, V)
-            p, label = log_p.exp(), labels[part, None]
-            label_log_prob[part], entropy[part] = log_p.gather(1, label)[:, 0], -(p * log_p).sum(dim=1)
-            if ref_hidden is not None:
-                log_q = ChunkedHead.log_softmax(ref_hidden[part], ref_weight, temperature)
-                ref_label_log_prob[part] = log_q.gather(1, label)[:, 0]
-                kl[part] = log_p.sub_(log_q).mul_(p).sum(dim=1)
-        ctx.mark_non_differentiable(entropy, ref_label_log_prob)
+    def forward(ctx, hidden, weight, labels, temperature, ref_hidden, ref_weight, logits_at_once=1 << 22):  # 16 MB
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scaled, ref_scaled = (None if x is None else x.to(wide) / temperature for x in (hidden, ref_hidden))
+        z, e_logit, e_d, at_label, ref_at_label = scaled.new_zeros(5, len(hidden))
+        top, ref_log_z = scaled.new_full((2, len(hidden)), -math.inf)
+        with machine.matmuls_in(hidden.dtype):
+            for part, logits, rows, columns in ChunkedHead.slices(scaled, weight, labels, logits_at_once):
+                higher = torch.maximum(top, logits.amax(dim=1))
+                p, shrink = (logits - higher[:, None]).exp_(), (top - higher).exp()  # p is not normalised yet
+                top, z, e_logit = higher, z * shrink + p.sum(dim=1), e_logit * shrink + (p * logits).sum(dim=1)
+                at_label[rows] = logits[rows, columns]
+                if ref_hidden is not None:
+                    ref_logits = ref_scaled @ ref_weight[part].T
+                    ref_log_z = torch.logaddexp(ref_log_z, ref_logits.logsumexp(dim=1))
+                    ref_at_label[rows] = ref_logits[rows, columns]
+                    e_d = e_d * shrink + p.mul_(logits.sub_(ref_logits)).sum(dim=1)
+        log_z, e_d = top + z.log(), e_d / z
+        ctx.save_for_backward(hidden, weight, labels, ref_hidden, ref_weight, log_z, e_d)
+        ctx.temperature, ctx.logits_at_once = temperature, logits_at_once
+        entropy, ref_log_prob = log_z - e_logit / z, ref_at_label - ref_log_z
+        ctx.mark_non_differentiable(entropy, ref_log_prob)
         ctx.set_materialize_grads(False)  # None, not zeros, where the loss does not use an output
-        return label_log_prob, kl, entropy, ref_label_log_prob
+        kl = e_d - log_z + ref_log_z if ref_hidden is not None else e_d
+        return at_label - log_z, kl, entropy, ref_log_prob
 
     @staticmethod
     def backward(ctx, grad_label, grad_kl, *_):
-        hidden, weight, labels, ref_hidden, ref_weight = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            log_p = ChunkedHead.log_softmax(hidden[part], weight, ctx.temperature)
-            p, grad = log_p.exp(), torch.zeros_like(log_p)
-            if grad_kl is not None and ref_hidden is not None:
-                d = log_p.sub_(ChunkedHead.log_softmax(ref_hidden[part], ref_weight, ctx.temperature))
-                grad = d.sub_((p * d).sum(dim=1, keepdim=True)).mul_(p).mul_(grad_kl[part, None])
-            if grad_label is not None:
-                upstream = grad_label[part, None]
-                grad = grad.sub_(p.mul_(upstream)).scatter_add_(1, labels[part, None], upstream)  # (onehot - p) * grad
-            grad_hidden[part] = grad.div_(ctx.temperature) @ weight
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.T, hidden[part])
-        return grad_hidden, grad_weight, None, None, None, None, None
+        hidden, weight, labels, ref_hidden, ref_weight, log_z, e_d = ctx.saved_tensors
+        scaled, ref_scaled = (None if x is None else x.to(log_z.dtype) / ctx.temperature for x in (hidden, ref_hidden))
+        grad_hidden, grad_weight = torch.zeros_like(scaled), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight)
+        with machine.matmuls_in(hidden.dtype):
+            for part, logits, rows, columns in ChunkedHead.slices(scaled, weight, labels, ctx.logits_at_once):
+                p = (logits - log_z[:, None]).exp_()
+                slope = torch.zeros_like(log_z) if grad_label is None else -grad_label  # of the loss by each logit, / p
+                slope = slope[:, None]
+                if grad_kl is not None and ref_hidden is not None:
+                    d = logits.sub_(ref_scaled @ ref_weight[part].T)
+                    slope = d.sub_(e_d[:, None]).mul_(grad_kl[:, None]).add_(slope)
+                grad = p.mul_(slope)
+                if grad_label is not None:
+                    grad[rows, columns] += grad_label[rows]
+                grad_hidden += grad @ weight[part]
+                if grad_weight is not None:
+                    grad_weight[part] = grad.T @ scaled
+        return (grad_hidden / ctx.temperature).to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
-def response_hidden(model, input_ids, response_mask, bf16=False):
-    """(B, T) ids -> (N, H) last hidden states where the mask is 1. Padding on the right needs no attention mask."""
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=bf16):
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[response_mask]
-    return hidden.to(model.get_output_embeddings().weight.dtype)  # outside autocast: the head works in float32
+def response_hidden(model, rows, bf16=False):
+    """rows: (B, T) input_ids, response_mask; (B, L) prompts before them, or none -> (N, H) last hidden states where the
+    mask is 1. A prompt that rows have in common is read once. Padding on the right needs no attention mask."""
+    from shared_prompts import hidden_after_prompts
+    ids, prompts = rows["input_ids"], rows.get("prompts")
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        if prompts is None or not prompts.numel():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        else:
+            hidden = hidden_after_prompts(model, prompts, ids)
+    hidden = hidden.flatten(0, 1).index_select(0, rows["response_mask"].flatten().nonzero()[:, 0])
+    return hidden.to(torch.bfloat16 if bf16 else model.get_output_embeddings().weight.dtype)
 
 
 def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0, bf16=False, reference=None,
-                           everything=False):
+                           everything=False, prompts=None):
     """(B, T) input_ids, labels -> (B, T) float32 log p(label | prefix) at this temperature; 0 outside the mask.
 
     everything=True: a dict of log_probs, exact_kl, entropy, ref_log_probs, all (B, T); exact_kl is KL(policy ||
     reference) at each position, over the whole vocabulary. reference: its (N, H) response_hidden, (V, H) head, or None.
+    prompts: (B, L) ids before input_ids, padded on the right with -1.
     """
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
-    weight, hidden = model.get_output_embeddings().weight, response_hidden(model, input_ids, mask, bf16)
+    rows = {"input_ids": input_ids, "response_mask": mask, "prompts": prompts}
+    hidden, weight = response_hidden(model, rows, bf16), model.get_output_embeddings().weight
     found = ChunkedHead.apply(hidden, weight, labels[mask], temperature, *(reference or (None, None)))
     found = [torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x) for x in found]
     return dict(zip(("log_probs", "exact_kl", "entropy", "ref_log_probs"), found)) if everything else found[0]
@@ -555,9 +530,10 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
     mask, ref_hidden, reference = rows["response_mask"], rows.get("ref_hidden"), None
     if ref_model is not None and (ref_hidden is not None or kl_coef and "ref_log_probs" not in rows):
         with torch.no_grad():
-            ref_hidden = response_hidden(ref_model, rows["input_ids"], mask, bf16) if ref_hidden is None else ref_hidden
+            ref_hidden = response_hidden(ref_model, rows, bf16) if ref_hidden is None else ref_hidden
         reference = ref_hidden, ref_model.get_output_embeddings().weight
-    found = get_response_log_probs(policy, rows["input_ids"], rows["labels"], mask, temperature, bf16, reference, True)
+    found = get_response_log_probs(policy, rows["input_ids"], rows["labels"], mask, temperature, bf16, reference, True,
+                                   rows.get("prompts"))
     old_log_probs, advantages = rows.get("old_log_probs", found["log_probs"].detach()), rows["advantages"]
     ref_log_probs = found["ref_log_probs"] if reference else rows.get("ref_log_probs")
     if loss_settings.get("kl_in") == "reward" and ref_log_probs is not None:
@@ -586,8 +562,7 @@ def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **se
         for rows in microbatches:
             if ref_model is not None and "ref_hidden" not in rows:  # once a rollout, whatever the number of epochs
                 with timed(seconds, "log_probs"), torch.no_grad():
-                    hidden = response_hidden(ref_model, rows["input_ids"], rows["response_mask"], settings["bf16"])
-                    rows = rows | {"ref_hidden": hidden}
+                    rows = rows | {"ref_hidden": response_hidden(ref_model, rows, settings["bf16"])}
             with timed(seconds, "update"):
                 loss, metadata, log_probs = grpo_microbatch_step(policy, rows, ref_model=ref_model, kl_coef=kl_coef,
                                                                  **settings)
@@ -616,7 +591,7 @@ def halve(microbatches):
 
 def evaluate(policy, llm, tokenizer, problems, skills, c):
     """-> {"solved", "reward_mean", "response_length", "retention_<skill>" ...} of one response each; three samples."""
-    settings = sampling(c, tokenizer) | dict(group_size=1, seed=c.seed << 32, temperature=c.eval_temperature)
+    settings = sampling(c, tokenizer, "evaluate") | dict(group_size=1, temperature=c.eval_temperature)
     responses = rollout(policy, llm, prompt_ids_of(problems + skills, tokenizer), **settings)
     n = len(problems)
     texts, rewards = score(responses[:n], problems, tokenizer, c.reward, c)
@@ -632,13 +607,14 @@ def evaluate(policy, llm, tokenizer, problems, skills, c):
 @torch.no_grad()
 def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
     """-> (3, N): KL(policy || reference) in nats at each token of fresh samples, its place in the response, its id."""
-    responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1, seed=c.seed << 32,
-                        **sampling(c, tokenizer))
+    responses = rollout(policy, llm, prompt_ids_of(problems, tokenizer), group_size=1,
+                        **sampling(c, tokenizer, "measure_kl"))
     batch, found = make_batch(responses, torch.zeros(len(responses)), policy.device), []
     for rows in cut_microbatches(batch, c.max_tokens_per_microbatch):
         ids, labels, mask = rows["input_ids"], rows["labels"], rows["response_mask"]
-        reference = response_hidden(ref_model, ids, mask, c.bf16), ref_model.get_output_embeddings().weight
-        kl = get_response_log_probs(policy, ids, labels, mask, c.temperature, c.bf16, reference, True)["exact_kl"]
+        reference = response_hidden(ref_model, rows, c.bf16), ref_model.get_output_embeddings().weight
+        kl = get_response_log_probs(policy, ids, labels, mask, c.temperature, c.bf16, reference, True,
+                                    rows["prompts"])["exact_kl"]
         found.append(torch.stack([kl[mask].double(), mask.cumsum(1)[mask] - 1, labels[mask]]))
     return torch.cat(found, dim=1).cpu()
 
@@ -695,7 +671,7 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
             asked = problems_of_step(problems, step - 1, n_prompts, c.seed)
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompt_ids_of(asked, tokenizer), group_size=c.group_size,
-                                    seed=(c.seed << 32) + (step << 20), **sampling(c, tokenizer))
+                                    **sampling(c, tokenizer, step))
             texts, rewards = score(responses, asked, tokenizer, c.reward, c)
             advantages, metrics = compute_group_normalized_advantages(rewards, c.group_size, c.advantage_eps,
                                                                       c.normalize_by_std)
@@ -759,9 +735,10 @@ DEFAULTS = {  # what differs:   the built-in model on a CPU,   a downloaded mode
     "rollout_batch_size":        (256,                           128),
     "max_new_tokens":            (16,                            256),
     "learning_rate":             (3e-4,                          7e-6),
+    "max_tokens_per_microbatch": (8_192,                         16_384),
     "numbers_per_problem":       ((2,),                          (3, 4)),
     "max_number":                (50,                            99),
-    "countdown_prompt":          ("make {target}: {numbers}",    COUNTDOWN_PROMPT),
+    "countdown_prompt":          ("make {target}: {numbers}",    tasks.COUNTDOWN_PROMPT),
 }
 
 
@@ -807,7 +784,7 @@ def main(
     learning_rate=None, warmup_steps=10, weight_decay=0.0,  # AdamW on float32 weights
     max_grad_norm=1.0,  # the gradient is scaled down to this norm
     max_skipped=5,  # steps in a row whose loss or gradient is not finite; each is skipped and kept for inspection
-    max_tokens_per_microbatch=16_384,  # changes memory and speed, never the gradient
+    max_tokens_per_microbatch=None,  # changes memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, more time
     bf16=None,  # autocast; None: where the hardware gains from it
     # evaluate, log, save
@@ -822,12 +799,12 @@ def main(
     config = dict(locals())
     column = 0 if str(model_id) == "tiny" or (model_id is None and not torch.cuda.is_available()) else 1
     config |= {name: values[column] for name, values in DEFAULTS.items() if config[name] is None}
-    config = checks.check_config(config, TASKS)
+    config = checks.check_config(config, tasks.TASKS)
     knobs = checks.changed_knobs(config, main)
     c = checks.with_kl_rules(SimpleNamespace(**config), TERM_RULES, COEFFICIENT_RULES)
     lines = checks.check_kl(c, knobs)
     c.device, c.bf16, use_vllm, hardware_line = machine.choose_hardware(c)
-    problems, eval_problems = TASKS[c.task](c)
+    problems, eval_problems = tasks.TASKS[c.task](c)
     c.n_eval_problems, c.problems_crc32 = len(eval_problems), zlib.crc32(repr((problems, eval_problems)).encode())
     checks.check_problems(problems, eval_problems, c)
     run_folder, checkpoint, state, resume_lines = checks.find_run(c) if c.resume else (None, None, {}, [])
@@ -841,15 +818,17 @@ def main(
         policy.gradient_checkpointing_enable()
     longest = max(map(len, prompt_ids_of(problems + eval_problems + skills, tokenizer)))
     checks.check_prompts(policy, tokenizer, longest, c)
+    if not use_vllm:
+        engines.check_attention(policy, longest + c.max_new_tokens)
     leash = c.use_kl_penalty and c.kl_coef > 0
     ref_model = copy.deepcopy(policy).eval().requires_grad_(False) if leash else None
-    llm = machine.RestartedVLLM(partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util,
+    llm = engines.RestartedVLLM(partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util,
                                         c.bf16), policy, c.engine_seconds) if use_vllm else None
     optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
 
     if leash:
-        probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4, seed=c.seed,
-                        **sampling(c, tokenizer))
+        probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4,
+                        **sampling(c, tokenizer, "probe"))
         knobs["kl_coef"] = c.kl_coef, 0.0
         checks.refuse_dead_knobs(sys.modules[__name__], policy, ref_model, probe, c, knobs)
     start = machine.hash_of_weights(policy)

@@ -3,6 +3,7 @@
     pytest -m "not slow"     what to run while editing
     pytest                   everything; tests of vLLM and TRL are skipped, by name, where these are not installed
 """
+import contextlib
 import ast
 import csv
 import fcntl
@@ -41,6 +42,7 @@ import ablate_kl
 import checks
 import crash_test
 import fuzz_reward
+import engines
 import machine
 import make_tiny
 import verify_kl
@@ -135,7 +137,7 @@ def test_quick_tests_pass_over_a_failure(capsys):
 
 def test_countdown_problem_has_no_solution_or_is_both_trained_and_held_out():
     settings = dict(numbers_per_problem=(2, 3, 4), max_number=20, max_target=100)
-    train, held_out = (starter.make_countdown(500, **settings, held_out=part, seed=part) for part in (False, True))
+    train, held_out = (starter.tasks.make_countdown(500, **settings, held_out=part, seed=part) for part in (False, True))
     for problem in train + held_out:
         assert starter.reward_fn(f"<answer>{problem['solution']}</answer>", problem) == 1.0, problem
     key = lambda problem: (tuple(sorted(problem["numbers"])), problem["target"])
@@ -144,14 +146,14 @@ def test_countdown_problem_has_no_solution_or_is_both_trained_and_held_out():
 
 def test_endless_search_when_too_few_problems_exist():
     with pytest.raises(InputError, match="only .* of 40 Countdown problems .* max_number = 2 .*use larger numbers"):
-        starter.make_countdown(40, (2,), 2, 10, True, 0)
+        starter.tasks.make_countdown(40, (2,), 2, 10, True, 0)
 
 
 def test_gsm8k_answers_are_misread(tmp_path):
     rows = [("How many?", "2+2 = <<2+2=4>>4\n#### 1,234"), ("How cold?", "#### -12"), ("How much?", "#### 0.50")]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
-    problems, _ = starter.gsm8k_problems(SimpleNamespace(train_file=path, eval_file=path, n_eval_problems=9))
+    problems, _ = starter.tasks.gsm8k_problems(SimpleNamespace(train_file=path, eval_file=path, n_eval_problems=9))
     right = [("1234", "1,234", "$1,234.00", "1234 clips", "= 1,234"), ("-12", "\u221212", "-12.0 degrees", "-12 C"), (".5", "$0.50", "0.5")]
     wrong = [("234", "1,23", "1234.5", "-1234"), ("12", "+12", "5-12"), ("50", "5", "0.05")]
     for problem, good, bad in zip(problems, right, wrong):
@@ -183,14 +185,106 @@ def test_sampler_with_a_shared_cache_differs_from_generate(policy_and_tokenizer)
 def test_sampler_log_probs_are_not_the_trainers(policy_and_tokenizer, temperature):
     policy, tokenizer = policy_and_tokenizer
     prompts = starter.prompt_ids_of([{"prompt": p} for p in ("make 3: 1 2", "sort 54321", "a")], tokenizer)
-    responses = starter.rollout_with_transformers(policy, prompts, 4, 20, temperature, 0, tokenizer.eos_token_id)
-    assert [r.prompt_ids for r in responses] == [p for p in prompts for _ in range(4)]
+    responses = starter.rollout_with_transformers(policy, prompts, 8, 20, temperature, 0, tokenizer.eos_token_id)
+    assert [r.prompt_ids for r in responses] == [p for p in prompts for _ in range(8)]
     for r in responses:  # a plain forward pass of one sequence, no padding, no cache
         logits = policy(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1]
         plain = (logits / temperature).log_softmax(-1)[range(len(r.response_ids)), r.response_ids]
         torch.testing.assert_close(torch.tensor(r.log_probs), plain, rtol=0, atol=1e-4)
         assert r.finished == (r.response_ids[-1] == tokenizer.eos_token_id) and tokenizer.eos_token_id not in r.response_ids[:-1]
     assert any(r.finished for r in responses) and not all(r.finished for r in responses)
+
+
+def test_window_of_a_model_is_ignored_while_sampling(tmp_path):
+    """A prompt and 8 tokens fit into a window of 64, not into one of 16; layers that are not attention never do."""
+    for window, kinds, words in ((64, None, None), (16, None, "a window of 16 tokens"), (None, ["linear_attention"] * 2, "layers that are not attention")):
+        policy, _ = starter.init_policy(save_checkpoint(tmp_path / str(window), family="Mistral", sliding_window=window), CPU)
+        policy.config.layer_types = kinds
+        with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
+            engines.check_attention(policy, 40)
+    starter.main(**settings(save_checkpoint(tmp_path / "ok", family="Mistral", sliding_window=64), tmp_path, n_train_steps=1))
+    with pytest.raises(InputError, match="a window of 16 tokens"):
+        starter.main(**settings(tmp_path / "16", tmp_path))
+
+
+def test_response_depends_on_what_else_is_sampled(policy_and_tokenizer):
+    """Response j of prompt i draws with seed + i * group_size + j: alone, or as one of many."""
+    policy, tokenizer = policy_and_tokenizer
+    prompts = starter.prompt_ids_of([{"prompt": p} for p in ("make 3: 1 2", "sort 54321", "a")], tokenizer)
+    sample = lambda prompts, seed: [r.response_ids for r in starter.rollout(policy, None, prompts, group_size=4, max_new_tokens=20, temperature=1.0,
+                                                                            seed=seed, eos_token_id=tokenizer.eos_token_id)]
+    whole = sample(prompts, 7)
+    assert whole[4:] == sample(prompts[1:], 11) and whole[8:] == sample(prompts[2:], 15) and len(set(map(tuple, whole))) > 6
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 256, 257, 3001])
+def test_token_is_drawn_from_another_distribution(vocabulary):
+    """Against the inverse of the cumulative distribution in float64; the ends of the interval, and tokens that have no probability."""
+    logits = 3 * torch.randn(400, vocabulary, generator=torch.Generator().manual_seed(0))
+    if vocabulary > 5:
+        logits[:, ::7] = -1e4
+    uniform = torch.rand(400, 1, generator=torch.Generator().manual_seed(1))
+    uniform[0], uniform[1] = 0.0, 1 - 2.0**-24
+    for temperature in (1.0, 0.5):
+        tokens, log_probs = engines.draw_tokens(logits, uniform, temperature, logits_at_once=33 * vocabulary)
+        plain = (logits.double() / temperature).log_softmax(1)
+        torch.testing.assert_close(log_probs.double(), plain.gather(1, tokens), rtol=0, atol=1e-5)
+        upper = plain.exp().cumsum(1).gather(1, tokens)
+        lower = upper - plain.exp().gather(1, tokens)
+        assert ((lower - 1e-5 <= uniform) & (uniform <= upper + 1e-5)).all() and (log_probs > -100).all()
+    tokens, log_probs = engines.draw_tokens(logits, uniform, 0)
+    assert (tokens[:, 0] == logits.argmax(1)).all()
+    torch.testing.assert_close(log_probs.double(), logits.double().log_softmax(1).gather(1, tokens), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["starter", "sdpa"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Mistral"])
+def test_shared_prompts_change_the_log_probs_or_their_gradient(tmp_path, family, implementation):
+    """Ragged prompts, some shared, against one forward pass a sequence; with every way to attend; Mistral has a window and shares nothing."""
+    policy, tokenizer = starter.init_policy(save_checkpoint(tmp_path / "m", family=family), CPU)
+    policy, rng = policy.double(), random.Random(0)
+    policy.set_attn_implementation(implementation)
+    prompts = [rng.choices(range(5, 40), k=n) for n in (1, 9, 4)]
+    responses = [Response(prompts[i % 3], rng.choices(range(5, 40), k=n), [0.0] * n, True) for i, n in enumerate((1, 12, 5, 3, 7, 2))]
+    plain = torch.stack([policy(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1].log_softmax(-1)
+                         [range(len(r.response_ids)), r.response_ids].sum() for r in responses])
+    batch, seen = starter.make_batch(responses, torch.zeros(6), "cpu"), []
+    hook = policy.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
+    ours = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], prompts=batch["prompts"]).sum(1)
+    hook.remove()
+    assert sum(seen) == 6 * 12 + (6 if family == "Mistral" else 3) * 8  # each prompt is read once
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-5)  # the models' norms are float32 inside
+    upstream = torch.randn(6, generator=torch.Generator().manual_seed(0)).double()
+    for mine, theirs in zip(*(torch.autograd.grad((x * upstream).sum(), list(policy.parameters())) for x in (ours, plain))):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_bf16_gradient_is_off_by_more_than_its_rounding(tiny_model):
+    """The step's gradient in float32 and under bf16 autocast against float64, on the built-in model: 1e-5 and 5 % of its norm."""
+    policy, tokenizer = starter.init_policy(tiny_model, CPU)
+    problems, _ = starter.tasks.countdown_problems(SimpleNamespace(numbers_per_problem=(2,), max_number=50, max_target=99, seed=0, n_train_problems=8,
+                                                             n_eval_problems=1, countdown_prompt="make {target}: {numbers}"))
+    responses = starter.rollout(policy, None, starter.prompt_ids_of(problems, tokenizer), group_size=8, max_new_tokens=16, temperature=1.0, seed=0,
+                                eos_token_id=tokenizer.eos_token_id)
+    gradients = {}
+    for name, dtype, bf16 in (("exact", torch.float64, False), ("float32", torch.float32, False), ("bf16", torch.float32, True)):
+        model = starter.copy.deepcopy(policy).to(dtype)
+        batch = starter.make_batch(responses, torch.linspace(-1, 1, 64).roll(7), "cpu")
+        batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 16)
+        starter.grpo_microbatch_step(model, batch, 0.2, bf16=bf16)
+        gradients[name] = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    error = {name: ((gradient - gradients["exact"]).norm() / gradients["exact"].norm()).item() for name, gradient in gradients.items()}
+    print(error)
+    assert error["float32"] < 1e-5 and 1e-4 < error["bf16"] < 0.05
+
+
+def test_head_in_bf16_rounds_rotary_positions():
+    before, x = torch.get_float32_matmul_precision(), torch.full((4, 1), 1001.0)
+    with machine.matmuls_in(torch.float32):
+        assert torch.get_float32_matmul_precision() == before
+    with machine.matmuls_in(torch.bfloat16):
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.get_float32_matmul_precision() == before and (x @ torch.ones(1, 4) == 1001).all()
 
 
 def test_samples_do_not_follow_the_policys_distribution(policy_and_tokenizer):
@@ -600,27 +694,32 @@ def test_k3_is_negative_or_explodes_near_zero():
 def test_labels_are_shifted_or_the_mask_touches_prompt_and_padding():
     responses = [Response([5, 6, 7], [8, 1], [-0.5, -0.25], True), Response([5], [], [], False), Response([9, 1], [1], [-2.0], True)]
     batch = starter.make_batch(responses, torch.tensor([1.0, 2.0, 3.0]), "cpu")
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [9, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[6, 7, 8, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
-    assert batch["response_mask"].int().tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
-    assert batch["rollout_log_probs"].tolist() == [[0, 0, -0.5, -0.25], [0, 0, 0, 0], [0, -2.0, 0, 0]]
+    assert batch["prompts"].tolist() == [[5, 6], [-1, -1], [9, -1]]
+    assert batch["input_ids"].tolist() == [[7, 8], [5, 0], [1, 0]]
+    assert batch["labels"].tolist() == [[8, 1], [0, 0], [1, 0]]
+    assert batch["response_mask"].int().tolist() == [[1, 1], [0, 0], [1, 0]]
+    assert batch["rollout_log_probs"].tolist() == [[-0.5, -0.25], [0, 0], [-2.0, 0]] and batch["advantages"].tolist() == [[1], [2], [3]]
     for average, weights in {"grpo": [1 / 6, 1 / 6, 0, 1 / 3], "dapo": [1 / 3, 1 / 3, 0, 1 / 3], "dr_grpo": [1 / 12, 1 / 12, 0, 1 / 12]}.items():
         found = starter.token_weights(batch["response_mask"], average, 4)
-        assert [found[0, 2], found[0, 3], found[1].sum(), found[2, 1]] == pytest.approx(weights) and found.sum() == pytest.approx(sum(weights))
+        assert [found[0, 0], found[0, 1], found[1].sum(), found[2, 0]] == pytest.approx(weights) and found.sum() == pytest.approx(sum(weights))
 
 
 def test_microbatches_lose_a_row_or_exceed_their_budget():
-    mask, row_numbers = torch.zeros(9, 40, dtype=torch.bool), torch.arange(9)[:, None]
-    ends = [40, 3, 17, 17, 1, 8, 30, 2, 25]
-    for row, end in enumerate(ends):
-        mask[row, end - 1] = True
+    lengths, row_numbers = [40, 3, 17, 17, 1, 8, 30, 2, 25], torch.arange(9)[:, None]
+    mask = torch.arange(40) < torch.tensor(lengths)[:, None]
+    prompts = torch.tensor([[4, 5, 6], [4, 5, -1], [7, 8, 9]]).repeat_interleave(3, dim=0)
     for budget in (1, 16, 50, 100, 10_000):
-        cuts = starter.cut_microbatches({"response_mask": mask, "rows": row_numbers}, budget)
-        cuts = [(rows["rows"][:, 0].tolist(), rows["response_mask"].shape[1]) for rows in cuts]
-        assert sorted(i for index, _ in cuts for i in index) == list(range(9))
-        assert all(len(index) * width <= budget or len(index) == 1 for index, width in cuts)
-        assert [width for _, width in cuts] == sorted((width for _, width in cuts), reverse=True)
-        assert all(width == max(ends[i] for i in index) for index, width in cuts)
+        cuts = starter.cut_microbatches({"response_mask": mask, "rows": row_numbers, "prompts": prompts}, budget)
+        assert all(len(rows["prompts"]) == len(rows["rows"]) for rows in cuts)
+        cuts = [(rows["rows"][:, 0].tolist(), rows["response_mask"].shape[1], len(rows["prompts"].unique(dim=0))) for rows in cuts]
+        assert sorted(i for index, _, _ in cuts for i in index) == list(range(9))
+        assert all(len(index) * width + 3 * n <= budget or len(index) == 1 for index, width, n in cuts)
+        assert [width for _, width, _ in cuts] == sorted((width for _, width, _ in cuts), reverse=True)
+        assert all(width == max(lengths[i] for i in index) for index, width, _ in cuts)
+    assert len(cuts) == 1
+    one_prompt, many = prompts[:1].expand(9, 3), torch.arange(27).reshape(9, 3)
+    cuts = [len(starter.cut_microbatches({"response_mask": mask[:, :2], "prompts": p}, 9 * 2 + 3)) for p in (one_prompt, many)]
+    assert cuts[0] == 1 and cuts[1] > 1  # a prompt that all have in common counts once
 
 
 def test_log_probs_see_padding_or_ignore_the_temperature(policy_and_tokenizer):
@@ -628,7 +727,8 @@ def test_log_probs_see_padding_or_ignore_the_temperature(policy_and_tokenizer):
     rng = random.Random(0)
     responses = [Response(rng.choices(range(5, 50), k=rng.randint(1, 9)), rng.choices(range(5, 50), k=n), [0.0] * n, True) for n in (1, 12, 5, 8)]
     batch = starter.make_batch(responses, torch.zeros(4), "cpu")
-    found = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], 0.8, everything=True)
+    found = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], 0.8, everything=True,
+                                           prompts=batch["prompts"])
     log_probs, entropy = found["log_probs"], found["entropy"]
     assert log_probs.dtype == torch.float32 and (log_probs[~batch["response_mask"]] == 0).all()
     for i, r in enumerate(responses):
@@ -647,9 +747,10 @@ def test_exact_kl_or_its_gradient_differs_from_the_whole_softmax(policy_and_toke
     responses = [Response(rng.choices(range(5, 50), k=3), rng.choices(range(5, 50), k=n), [0.0] * n, True) for n in (1, 12, 5)]
     batch = starter.make_batch(responses, torch.zeros(3), "cpu")
     ids, labels, mask = (batch[name] for name in ("input_ids", "labels", "response_mask"))
-    reference = starter.response_hidden(ref_model, ids, mask), ref_model.get_output_embeddings().weight
-    ours = starter.get_response_log_probs(policy, ids, labels, mask, 0.8, reference=reference, everything=True)
-    p, q = ((model(ids).logits / 0.8).log_softmax(-1) for model in (policy, ref_model))
+    reference = starter.response_hidden(ref_model, batch), ref_model.get_output_embeddings().weight
+    ours = starter.get_response_log_probs(policy, ids, labels, mask, 0.8, reference=reference, everything=True, prompts=batch["prompts"])
+    whole = torch.cat([batch["prompts"], ids], dim=1)  # all prompts have three tokens
+    p, q = ((model(whole).logits[:, 2:] / 0.8).log_softmax(-1) for model in (policy, ref_model))
     plain = torch.where(mask, (p.exp() * (p - q)).sum(-1), 0.0)
     torch.testing.assert_close(ours["exact_kl"], plain, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(ours["ref_log_probs"][mask], q[mask][range(18), labels[mask]], rtol=1e-9, atol=1e-12)
@@ -701,7 +802,8 @@ thread = threading.Thread(target=watch); thread.start()
 if sys.argv[1] == "chunked":
     log_probs = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
 elif sys.argv[1] == "exact KL":
-    hidden = starter.response_hidden(model, ids[:, :-1], torch.ones_like(ids[:, 1:], dtype=torch.bool)).detach().flip(0)
+    rows = dict(input_ids=ids[:, :-1], response_mask=torch.ones_like(ids[:, 1:], dtype=torch.bool))
+    hidden = starter.response_hidden(model, rows).detach().flip(0)
     found = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:], reference=(hidden, model.lm_head.weight.detach()), everything=True)
     log_probs = found["log_probs"] + found["exact_kl"]
 else:
@@ -738,7 +840,7 @@ def test_sampler_correction_is_turned_around_or_not_cut(policy_and_tokenizer):
     policy, _ = policy_and_tokenizer
     batch = starter.make_batch([Response([5, 6], [7, 8, 9], [0.0] * 3, True)], torch.ones(1), "cpu")
     mask = batch["response_mask"]
-    own = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], mask)
+    own = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], mask, prompts=batch["prompts"])
     batch |= {"weights": mask.float(), "rollout_log_probs": own.detach() + torch.zeros_like(own).masked_scatter(mask, torch.tensor([-0.3, 0.0, 1.0]))}
     by_hand = -(own[mask] * torch.tensor([1.2, 1.0, math.exp(-1)])).sum()
     first = next(policy.parameters())
@@ -775,8 +877,19 @@ def test_two_seeds_or_two_steps_sample_alike(checkpoint, tmp_path):
     with mock.patch.object(starter, "rollout", spy):
         for seed in (0, 1):
             starter.main(**settings(checkpoint, tmp_path, eval_every=0, seed=seed))
-    assert len(seeds) == 12 and seeds[0] == seeds[4] == seeds[5] and len(set(seeds)) == 8  # evaluations and the KL's samples share one a run
-    assert min(abs(a - b) for a, b in itertools.combinations(set(seeds), 2)) >= 2**20  # a response draws with seed + its number
+    assert len(seeds) == 12 and seeds[0] == seeds[4] and len(set(seeds)) == 10  # the two evaluations of a run share one
+    assert max(seeds) < 2**32 - 1 and min(abs(a - b) for a, b in itertools.combinations(set(seeds), 2)) >= 2**16  # a response adds its number
+
+
+def test_seed_has_bits_that_torch_does_not_read(policy_and_tokenizer):
+    """A CPU generator takes the low 32 bits of its seed: seeds that differ above them sampled the same responses."""
+    policy, tokenizer = policy_and_tokenizer
+    prompts = starter.prompt_ids_of([{"prompt": "sort 54321"}], tokenizer)
+    c = lambda seed: SimpleNamespace(seed=seed, max_new_tokens=20, temperature=1.0, bf16=False)
+    cases = [(0, 1), (0, 4097), (1, 1), (2**32 - 1, 1), (0, "evaluate")]
+    sampled = [tuple(tuple(r.response_ids) for r in starter.rollout(policy, None, prompts, group_size=4, **starter.sampling(c(seed), tokenizer, what)))
+               for seed, what in cases]
+    assert len(set(sampled)) == len(cases)
 
 
 def test_logged_means_depend_on_the_microbatch_size(policy_and_tokenizer):
@@ -1142,7 +1255,8 @@ def perturb(policy, seed):
 def difference(policy, tokenizer, responses, temperature=1.0):
     """Mean |sampler - trainer| log-prob as the loop computes it; RunStopped where the canary stops the run."""
     batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
-    batch["old_log_probs"] = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], temperature)
+    batch["old_log_probs"] = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], batch["response_mask"], temperature,
+                                                             prompts=batch["prompts"])
     return starter.check_log_probs([batch], 1, None, False)
 
 
@@ -1411,7 +1525,7 @@ def test_run_dies_with_its_folder(checkpoint, tmp_path, undisturbed, capsys):
     starter.main(**run_settings(checkpoint, tmp_path / "runs", resume=True))
     ours, whole = crash_test.outcome(tmp_path), undisturbed
     assert ours["sha256"] == whole["sha256"]
-    later = lambda run: {tag: [(step, value) for step, value in values if step > 4] for tag, values in run["numbers"].items()}
+    later = lambda run: {tag: [(step, value) for step, value in values if step > 3] for tag, values in run["numbers"].items()}
     assert later(ours) == later(whole)
 
 
@@ -1428,10 +1542,10 @@ def test_step_after_a_lack_of_memory_is_another_one(checkpoint, tmp_path, capsys
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return found
 
-    def small_hidden(model, ids, mask, bf16=False):
-        if len(ids) > 10 and kept.get("training"):
+    def small_hidden(model, rows, bf16=False):
+        if len(rows["input_ids"]) > 10 and kept.get("training"):
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-        return real_hidden(model, ids, mask, bf16)
+        return real_hidden(model, rows, bf16)
 
     kept, weights = {}, []
     for name, patches in {"plain": dict(rollout=starter.rollout), "small": dict(grpo_microbatch_step=small, response_hidden=small_hidden)}.items():
@@ -1646,15 +1760,15 @@ def test_engine_is_not_restarted_or_has_old_weights(checkpoint, tmp_path, capsys
 
 
 def test_engine_that_cannot_start_again_is_a_traceback(capsys):
-    engines = iter([mock.Mock(generate=mock.Mock(side_effect=RuntimeError("died")))])
+    at_hand = iter([mock.Mock(generate=mock.Mock(side_effect=RuntimeError("died")))])
 
     def start():
-        for engine in engines:
+        for engine in at_hand:
             return engine
         raise ValueError("no memory for the cache")
 
     with pytest.raises(RunStopped, match=r"vLLM's generate failed \(ValueError: no memory for the cache\), twice; resume = True"):
-        machine.RestartedVLLM(start, None, 5).generate([])
+        engines.RestartedVLLM(start, None, 5).generate([])
     assert "failed (RuntimeError: died); it is started again" in capsys.readouterr().out
 
 
@@ -2108,7 +2222,8 @@ def test_file_outgrows_its_budgets():
     lengths = {f.name: f.end_lineno - f.lineno + 1 for f in FUNCTIONS}
     assert all(n <= {"main": 190, "train": LOOP}.get(name, 60) for name, n in lengths.items()), lengths
     assert sorted(lengths.values())[len(lengths) // 2] <= 20
-    for name in ("machine.py", "checks.py"):  # 400 was meant for one helper; recovery and one sentence per refusal take more
+    for name in ("machine.py", "checks.py", "engines.py", "shared_prompts.py", "tasks.py"):  # 400 was meant for one helper: recovery, and a
+        # sentence for each refusal, take more
         assert (HERE / name).read_text().count("\n") <= 500 and max(map(len, (HERE / name).read_text().splitlines())) <= 120
 
 
@@ -2177,13 +2292,12 @@ def test_readme_names_a_setting_that_does_not_exist():
 
 
 def test_readmes_third_task_does_not_run(checkpoint, tmp_path):
-    """The README's lines, put where it says, in a copy of starter.py."""
+    """The README's lines, put where it says, in a copy of tasks.py."""
     block, = re.findall(r"```python\n(def sums_problems.*?)```", README, flags=re.S)
     assert block.strip().count("\n") < 14
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
-    end = "\n\ndef problems_of_step"
-    (tmp_path / "starter.py").write_text(SOURCE.replace(end, "\n\n" + block + end))
+    (tmp_path / "tasks.py").write_text((HERE / "tasks.py").read_text() + "\n\n" + block)
     changes = settings(str(checkpoint), tmp_path, task="sums", max_new_tokens=4, n_train_steps=2)
     changes.pop("reward")
     program = f"import starter; starter.main(reward=lambda text, problem: len(text) / 10, **{changes})"
@@ -2199,13 +2313,32 @@ def test_newcomer_reads_for_long_before_the_first_command():
 # Planted faults: `python test_starter.py --mutants` puts each into a copy of starter.py and expects the fast tier to fail
 
 MUTANTS = [  # what stands there, what the fault makes of it
-    ("% 4 == 0", "% 4 != 5"),  # everything is held out
-    ("is_held_out(*key) != held_out or", ""),
-    ("(x.repeat_interleave(group_size, 0) for x in", "(x.repeat(group_size, *[1] * (x.dim() - 1)) for x in"),
-    ("logits[:, -1].float() / (temperature or 1)", "logits[:, -1].float()"),
-    ("draw(log_probs.exp())", "draw(torch.ones_like(log_probs))"),
+    ("% 4 == 0", "% 4 != 5", "tasks.py"),  # everything is held out
+    ("is_held_out(*key) != held_out or", "", "tasks.py"),
+    ("hidden = hidden.repeat_interleave(group_size, dim=0)", "hidden = hidden.repeat(group_size, 1)"),
+    ("lengths[:, None].repeat_interleave(group_size, dim=0)", "lengths[:, None].repeat(group_size, 1)", "shared_prompts.py"),
+    ("positions + i, past", "positions + i + 1, past"),
+    ("range(seed + start * group_size,", "range(seed,"),
+    ("if temperature:", "if True:", "engines.py"),
+    ("part.float() / (temperature or 1)", "part.float()", "engines.py"),
+    ("first_above(blocks, share)", "first_above(torch.ones_like(blocks), share)", "engines.py"),
+    ("(1 - (passed.gather(1, index) - share) / here).clamp(0, 1 - 1e-9)", "share.clamp(0, 1 - 1e-9)", "engines.py"),
+    ("(passed <= share)", "(passed < share)", "engines.py"),
+    (" - top - blocks", " - blocks", "engines.py"),
+    ("value=-math.inf).exp_()", "value=0.0).exp_()", "engines.py"),
     ("end = row.index(eos_token_id) + 1 if", "end = row.index(eos_token_id) if"),
-    ("[[0] * (longest - len(p)) + [1] * len(p)", "[[1] * longest"),
+    (".add_(keys.mask)", "", "shared_prompts.py"),
+    ("self.length += 1", "self.length = 1", "shared_prompts.py"),
+    ("by_response(by_prompt(weights[..., :length]) @ values.prompts) + ", "", "shared_prompts.py"),
+    ("(query * scaling).to(values", "query.to(values", "shared_prompts.py"),
+    ("(query * scaling).to(value.dtype), key", "query.to(value.dtype), key", "shared_prompts.py"),
+    (".tril(n_keys - length)", "", "shared_prompts.py"),
+    ("index_select(0, which), layer.values.index_select(0, which)", "index_select(0, which), layer.values.index_select(0, which.flip(0))", "shared_prompts.py"),
+    ("known = (prompts >= 0)[:, None, None]", "known = (prompts >= -1)[:, None, None]", "shared_prompts.py"),
+    ("positions = (prompts >= 0).sum(dim=1, keepdim=True)", "positions = prompts.shape[1]", "shared_prompts.py"),
+    (".tril().expand(n", ".expand(n", "shared_prompts.py"),
+    ("return span_of_attention(model.config) == math.inf and", "return", "shared_prompts.py"),
+    ("if context > span:", "if False:", "checks.py"),
     ("policy.eval()  # in train mode", "pass  # in train mode"),
     ("KeyError, ZeroDivisionError, SyntaxError", "KeyError, SyntaxError"),
     ("return -value(inner)", "return value(inner)"),
@@ -2218,25 +2351,34 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("torch.where(all_equal, 0.0, groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean(dim=1, keepdim=True)"),
     ("groups - groups.mean(dim=1, keepdim=True))", "groups - groups.mean())"),
     ("groups.std(dim=1, keepdim=True) +", "groups.std(dim=1, keepdim=True, unbiased=False) +"),
-    ("first, end = len(response.prompt_ids) - 1,", "first, end = len(response.prompt_ids),"),
-    ('["labels"][i, :end] = torch.tensor(row[1:])', '["labels"][i, :end] = torch.tensor(row[:-1])'),
+    ("padded([r.prompt_ids[:-1] for r", "padded([r.prompt_ids for r"),
+    ("padded([r.prompt_ids[-1:] + r.response_ids[:-1] for r in responses], 0)", "padded([r.response_ids for r in responses], 0)"),
     ("mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)", "mask.sum(dim=1, keepdim=True).clamp(min=1)"),
     ('if loss_average == "dapo" else len(mask) * max_new_tokens', 'if loss_average == "dapo" else mask.numel()'),
-    ("n = max(1, max_tokens // width)", "n = max(1, max_tokens // width + 1)"),
-    ("ctx.temperature, ctx.rows = temperature,", "ctx.temperature, ctx.rows = 1.0,"),
-    ("logits.sub_(logits.logsumexp(dim=1, keepdim=True))", "logits"),
-    ("scatter_add_(1, labels[part, None], upstream)", "scatter_add_(1, labels[part, None], -upstream)"),
-    ("grad_weight.addmm_(grad.T, hidden[part])", "grad_weight = grad.T @ hidden[part]"),
-    ("kl[part] = log_p.sub_(log_q).mul_(p).sum(dim=1)", "kl[part] = log_p.sub_(log_q).mul_(log_q.exp()).sum(dim=1)"),
-    ("kl[part] = log_p.sub_(log_q).mul_(p).sum(dim=1)", "kl[part] = log_q.sub_(log_p).mul_(p).sum(dim=1)"),
-    ("d.sub_((p * d).sum(dim=1, keepdim=True)).mul_(p)", "d.mul_(p)"),
-    (".mul_(p).mul_(grad_kl[part, None])", ".mul_(p)"),
-    ("grad = grad.sub_(p.mul_(upstream))", "grad = p.mul_(upstream).neg_()"),
-    ("grad.div_(ctx.temperature) @ weight", "grad @ weight"),
-    ("log_q = ChunkedHead.log_softmax(ref_hidden[part], ref_weight, temperature)", "log_q = ChunkedHead.log_softmax(ref_hidden[part], weight, temperature)"),
+    ("if n and (n + 1) * width", "if n and n * width"),
+    (" + len(read) * len(prompts[0]) > max_tokens", " > max_tokens"),
+    ("ctx.temperature, ctx.logits_at_once = temperature, logits_at_once", "ctx.temperature, ctx.logits_at_once = 1.0, logits_at_once"),
+    ("(top - higher).exp()", "torch.ones_like(top)"),
+    ("at_label[rows] = logits[rows, columns]\n                if", "at_label[rows] = logits[rows, columns - 1]\n                if"),
+    ("e_d = e_d * shrink +", "e_d = e_d +"),
+    ("ref_log_z = torch.logaddexp(ref_log_z, ref_logits.logsumexp(dim=1))", "ref_log_z = ref_logits.logsumexp(dim=1)"),
+    ("ref_logits = ref_scaled @ ref_weight[part].T", "ref_logits = ref_scaled @ weight[part].T"),
+    ("kl = e_d - log_z + ref_log_z", "kl = e_d + log_z - ref_log_z"),
+    ("ref_at_label - ref_log_z", "ref_at_label - log_z"),
+    ("entropy, ref_log_prob = log_z - e_logit / z", "entropy, ref_log_prob = log_z + e_logit / z"),
+    ("p = (logits - log_z[:, None]).exp_()", "p = logits.exp()"),
+    ("else -grad_label  #", "else grad_label  #"),
+    ("d.sub_(e_d[:, None]).mul_(grad_kl", "d.mul_(grad_kl"),
+    (".mul_(grad_kl[:, None]).add_(slope)", ".mul_(grad_kl[:, None])"),
+    ("d = logits.sub_(ref_scaled @ ref_weight[part].T)", "d = logits.sub_(ref_scaled @ weight[part].T)"),
+    ("grad[rows, columns] += grad_label[rows]", "grad[rows, columns] -= grad_label[rows]"),
+    ("grad_hidden += grad @ weight[part]", "grad_hidden = grad @ weight[part]"),
+    ("grad_weight[part] = grad.T @ scaled", "grad_weight[part] = grad.T @ hidden.to(grad)"),
+    ("(grad_hidden / ctx.temperature)", "(grad_hidden)"),
+    ('rows | {"ref_hidden": response_hidden(ref_model, rows', 'rows | {"ref_hidden": response_hidden(policy, rows'),
+    ('torch.set_float32_matmul_precision(before)\n', 'pass\n', "machine.py"),
     ('"k3": torch.expm1(-d) + d', '"k3": torch.exp(-d) - 1 + d'),
     ('"k3": torch.expm1(-d) + d', '"k3": torch.expm1(d) - d'),
-    ("policy_log_probs.to(dtype) - ref_log_probs.to(dtype)", "ref_log_probs.to(dtype) - policy_log_probs.to(dtype)"),
     ("d.square() / 2", "d.square()"),
     ("kl.clamp(max=c.kl_clip_threshold)", "kl.clamp(min=c.kl_clip_threshold)"),
     ("torch.sigmoid(kl - c.kl_target) * kl", "torch.sigmoid(kl - c.kl_target).detach() * kl"),
@@ -2268,7 +2410,6 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("        policy.zero_grad()\n", "", "checks.py"),
     ("    policy.zero_grad()\n", ""),
     ("if both[0] != both[1] and", "if", "checks.py"),
-    ("            hidden = response_hidden(ref_model, rows", "            hidden = response_hidden(policy, rows"),
     ("advantages = put_kl_into_advantages(advantages, rows", "put_kl_into_advantages(advantages, rows"),
     ("mask.cumsum(1)[mask] - 1", "mask.cumsum(1)[mask]"),
     ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),
@@ -2293,7 +2434,9 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("copy.deepcopy(policy).eval()", "policy.eval()"),
     ("optimizer.zero_grad()", "pass"),
     ("leash = c.use_kl_penalty and c.kl_coef > 0", "leash = c.use_kl_penalty"),
-    ("seed=(c.seed << 32) + (step << 20), **", "seed=step << 20, **"),
+    ('random.Random(f"{c.seed} {what}").getrandbits(32)', 'c.seed << 32'),
+    ('random.Random(f"{c.seed} {what}")', 'random.Random(f"{what}")'),
+    ('random.Random(f"{c.seed} {what}")', 'random.Random(f"{c.seed}")'),
     ('share = rows["response_mask"].sum() / n_tokens', "share = 1 / len(microbatches)"),
     ("policy.save_pretrained(run.folder", "init_policy(model_folder, c.device)[0].save_pretrained(run.folder"),
     ("response_text[-200_000:].rpartition", "response_text.rpartition"), ("{1,200}", "+"), (", re.ASCII)", ")"), ("MemoryError, RecursionError):", "MemoryError):"),
@@ -2343,8 +2486,8 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("except (OSError, SafetensorError) as error:", "except SafetensorError as error:", "machine.py"),
     ("except (OSError, SafetensorError) as error:", "except OSError as error:", "machine.py"),
     ("                self.writer = None\n                print", "                print", "machine.py"),
-    ("if attempt == 2:", "if attempt == 3:", "machine.py"),
-    ("                        load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "machine.py"),
+    ("if attempt == 2:", "if attempt == 3:", "engines.py"),
+    ("                        load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "engines.py"),
     ("class TimedOut(BaseException)", "class TimedOut(Exception)", "machine.py"),
     ("rewards.append(float(if_broken if what else value))", "rewards.append(0.0 if what else float(value))", "checks.py"),
     ("    llm.reset_prefix_cache()  #", "    pass  #"),

@@ -292,7 +292,7 @@ def tiny_rows(batches=24, scale=0.02):
         for p in policy.parameters():
             p += scale * torch.randn(p.shape, generator=generator)
     numbers = {name: values[0] for name, values in starter.DEFAULTS.items()}
-    problems = starter.make_countdown(8, numbers["numbers_per_problem"], numbers["max_number"], 99, False, 0,
+    problems = starter.tasks.make_countdown(8, numbers["numbers_per_problem"], numbers["max_number"], 99, False, 0,
                                       numbers["countdown_prompt"])
     prompts = starter.prompt_ids_of(problems, tokenizer)
     ways = [("k1", "reward"), ("k1", "loss_to_go"), ("k3", "loss_to_go"), ("exact", "loss_to_go"), ("exact", "loss")]
