@@ -128,7 +128,7 @@ def peak_gb(side, folder, size, bf16, leash, rows):
     program = (f"import bench, re, starter; settings = {(str(folder), SIZES[size]['new_tokens'], bf16, leash)}\n" + (
         "ours = bench.Ours(*settings)\nfor _ in range(3): ours.step()\n" if side == "ours" else
         f"bench.trl_trainer(*settings, {rows}, 3, lambda seconds: None).train()\n") +
-        "print('peak', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])")  # ru_maxrss: a parent's too
+        "print('peak', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])")  # ru_maxrss is inherited
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stderr[-2000:])

@@ -1,4 +1,4 @@
-"""engines.py: what samples for starter.py, beside its loops: tokens drawn from logits; vLLM's start, weights, restart."""
+"""engines.py: what samples for starter.py, beside its loops: drawing of tokens; vLLM: start, weights, restart."""
 import machine  # first: it sets variables that torch and vLLM read when they are imported
 from machine import InputError, RunStopped, TimedOut, random_states_kept, time_limit
 

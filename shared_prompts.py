@@ -133,12 +133,13 @@ def hidden_after_prompts(model, prompts, input_ids):
         out = model.base_model(input_ids=ids, attention_mask=known.long(), position_ids=positions, use_cache=False)
         return out.last_hidden_state[:, prompts.shape[1]:]
     distinct, which = prompts.unique(dim=0, return_inverse=True)  # (P, L), (B,)
-    cache = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True).past_key_values
+    read = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
+    cache = read.past_key_values
     for layer in cache.layers:  # index_select: the backward pass of an index is eight times as slow
         layer.keys, layer.values = layer.keys.index_select(0, which), layer.values.index_select(0, which)
     known = (prompts >= 0)[:, None, None].expand(-1, 1, length, -1)
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(n, 1, -1, -1)
     positions = (prompts >= 0).sum(dim=1, keepdim=True) + torch.arange(length, device=device)
     mask = added(torch.cat([known, causal], dim=3), layer.values.dtype)
-    return model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions,
-                            past_key_values=cache).last_hidden_state
+    out = model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return out.last_hidden_state + 0 * read.last_hidden_state.sum()  # FSDP2 gathers weights when a gradient reaches this

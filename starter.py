@@ -13,6 +13,7 @@ differently from the trainer. The loss measures nothing: watch the reward.
 import machine  # first: it sets variables that torch and vLLM read when they are imported
 import checks
 import engines
+import ranks
 import tasks
 from checks import check_log_probs
 from engines import init_vllm, load_policy_into_vllm_instance
@@ -365,7 +366,7 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
     """
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
     rows = {"input_ids": input_ids, "response_mask": mask, "prompts": prompts}
-    hidden, weight = response_hidden(model, rows, bf16), model.get_output_embeddings().weight
+    hidden, weight = response_hidden(model, rows, bf16), ranks.whole(model.get_output_embeddings().weight)
     found = ChunkedHead.apply(hidden, weight, labels[mask], temperature, *(reference or (None, None)))
     found = [torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x) for x in found]
     return dict(zip(("log_probs", "exact_kl", "entropy", "ref_log_probs"), found)) if everything else found[0]
@@ -531,7 +532,7 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
     if ref_model is not None and (ref_hidden is not None or kl_coef and "ref_log_probs" not in rows):
         with torch.no_grad():
             ref_hidden = response_hidden(ref_model, rows, bf16) if ref_hidden is None else ref_hidden
-        reference = ref_hidden, ref_model.get_output_embeddings().weight
+        reference = ref_hidden, ranks.whole(ref_model.get_output_embeddings().weight)
     found = get_response_log_probs(policy, rows["input_ids"], rows["labels"], mask, temperature, bf16, reference, True,
                                    rows.get("prompts"))
     old_log_probs, advantages = rows.get("old_log_probs", found["log_probs"].detach()), rows["advantages"]
@@ -612,7 +613,7 @@ def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
     batch, found = make_batch(responses, torch.zeros(len(responses)), policy.device), []
     for rows in cut_microbatches(batch, c.max_tokens_per_microbatch):
         ids, labels, mask = rows["input_ids"], rows["labels"], rows["response_mask"]
-        reference = response_hidden(ref_model, rows, c.bf16), ref_model.get_output_embeddings().weight
+        reference = response_hidden(ref_model, rows, c.bf16), ranks.whole(ref_model.get_output_embeddings().weight)
         kl = get_response_log_probs(policy, ids, labels, mask, c.temperature, c.bf16, reference, True,
                                     rows["prompts"])["exact_kl"]
         found.append(torch.stack([kl[mask].double(), mask.cumsum(1)[mask] - 1, labels[mask]]))

@@ -1,0 +1,99 @@
+"""ranks.py: one step on several processes. `torchrun --nproc_per_node=N starter.py` starts them; torch's FSDP2 shards
+weights, moments and gradients; each rank samples and scores its share of the prompts. All ranks hold all responses of a
+step, so groups, weights of the loss and the cut into microbatches are those of one process. Alone, each function here
+gives back what it was given.
+"""
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def start():
+    """Joins the ranks that torchrun started, before vLLM makes a group of its own. Solely rank 0 is heard."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if rank():
+            sys.stdout = open(os.devnull, "w")
+
+
+def shard(model):
+    """Weights over the ranks, layer by layer (arXiv:2304.11277). Gradients are summed: the loss is weighted already."""
+    from torch.distributed.fsdp import fully_shard
+    if world() > 1:
+        head, body = model.get_output_embeddings(), model.base_model
+        tied = head.weight is model.get_input_embeddings().weight
+        modules = [*body.layers, body] if tied else [*body.layers, body, head]
+        for module in modules:
+            fully_shard(module, reshard_after_forward=False)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if tied:
+            head.weight = model.get_input_embeddings().weight
+    return model
+
+
+def whole(tensor):
+    """A tensor with its shards from all ranks. Every rank has to call this; its gradient is summed over them."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Partial
+    return tensor.full_tensor(grad_placements=[Partial()])
+
+
+def sharded_like(tensor, parameter):
+    """The whole tensor -> this rank's part of it, laid out like the parameter."""
+    if not hasattr(parameter, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+
+def share_of(items):
+    """-> this rank's slice of a list, and where it begins."""
+    n = -(-len(items) // world())
+    return items[rank() * n:(rank() + 1) * n], rank() * n
+
+
+def gathered(items):
+    """The slices of all ranks -> the whole list, on each of them."""
+    if world() == 1:
+        return items
+    parts = [None] * world()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def total(numbers, largest=False):
+    """{name: number} or a number -> its sum over the ranks, or the largest."""
+    if world() == 1:
+        return numbers
+    if not isinstance(numbers, dict):
+        return total({"": numbers}, largest)[""]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.stack([torch.as_tensor(x, dtype=torch.double, device=device) for x in numbers.values()])
+    dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return type(numbers)(dict(zip(numbers, found)))
+
+
+def own_microbatches(batch, max_tokens, cut):
+    """The step's batch -> this rank's microbatches: every world()-th row by length, so that ranks have like work. All
+    ranks have the same number, since their gradients are summed after each: empty ones make up for it."""
+    if world() == 1:
+        return cut(batch, max_tokens)
+    order = batch["response_mask"].sum(dim=1).argsort(descending=True, stable=True)[rank()::world()]
+    cuts = cut({name: tensor[order] for name, tensor in batch.items()}, max_tokens)
+    empty = {name: tensor[:1] for name, tensor in cuts[-1].items()}
+    empty["response_mask"] = torch.zeros_like(empty["response_mask"])
+    return cuts + [empty] * (int(total(len(cuts), largest=True)) - len(cuts))
