@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import ranks
 from machine import InputError, RunStopped, TimedOut, check_out_dir, describe, short, time_limit, whole_checkpoint
 
 # --- the input table: what each number in main() must be ------------------------------------------------------------
@@ -401,16 +402,17 @@ def check_log_probs(microbatches, step, first_diff, bf16):
     import torch
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
-    mean, limit = diff.mean().item(), 1e-3
+    most = ranks.total({name: max(x.tolist(), default=0) for name, x in (("diff", diff), ("drift", drift))}, largest=True)
+    mean, limit = ranks.total(diff.sum().item()) / ranks.total(len(diff)), 1e-3
     if bf16:
         limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
     if not mean <= limit:
         raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats a token (limit {limit:.2g}): "
                            "the sampler has stale or other weights; check load_policy_into_vllm_instance")
-    if first_diff is None and not drift.max() < (0.5 if bf16 else 1e-4):
-        raise RunStopped(f"step {step}: the policy differs from its own copy by {drift.max():.2g} nats before any "
+    if first_diff is None and not most["drift"] < (0.5 if bf16 else 1e-4):
+        raise RunStopped(f"step {step}: the policy differs from its own copy by {most['drift']:.2g} nats before any "
                          "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
-    return {"sampler_logprob_diff": mean, "sampler_logprob_diff_max": diff.max().item()}
+    return {"sampler_logprob_diff": float(mean), "sampler_logprob_diff_max": float(most["diff"])}
 
 
 def refuse_dead_knobs(starter, policy, ref_model, responses, c, knobs):

@@ -1,5 +1,6 @@
 """engines.py: what samples for starter.py, beside its loops: drawing of tokens; vLLM: start, weights, restart."""
 import machine  # first: it sets variables that torch and vLLM read when they are imported
+import ranks
 from machine import InputError, RunStopped, TimedOut, random_states_kept, time_limit
 
 import functools
@@ -91,8 +92,13 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
 
 
 def load_policy_into_vllm_instance(policy, llm):
-    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
-    llm.collective_rpc(vllm_worker_load, args=([(n, p.detach()) for n, p in policy.named_parameters()],))
+    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones; or to a copy."""
+    if isinstance(llm, torch.nn.Module):
+        with torch.no_grad():
+            for mine, theirs in zip(llm.parameters(), policy.parameters(), strict=True):
+                mine.copy_(ranks.whole(theirs.detach()))
+        return
+    llm.collective_rpc(vllm_worker_load, args=([(n, ranks.whole(p.detach())) for n, p in policy.named_parameters()],))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
 

@@ -45,6 +45,8 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
     for option, value in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: keep freed memory for
         ctypes.CDLL(None).mallopt(option, value)  # the next step; to give it back and fault it in again takes time
 
+import ranks  # noqa: E402  loads torch, which reads the variables
+
 
 class InputError(ValueError):
     """Something the user can mend. Its text is one sentence: the value, the requirement, the remedy."""
@@ -187,6 +189,8 @@ class Run:
         """state: {} or that of a checkpoint; what was logged after it is cut off, since it will be logged again."""
         self.folder, self.policy, self.optimizer, self.writer, self.signals = folder, policy, optimizer, None, []
         self.state, self.saved, sizes = state, state.get("step"), state.get("log_sizes", {})
+        if ranks.rank():  # rank 0 keeps the folder
+            return
         folder.mkdir(parents=True, exist_ok=True)
         self.lock()
         for path in folder.glob("events.*"):
@@ -223,7 +227,7 @@ class Run:
     def log(self, what, *values):
         """One call of TensorBoard's writer. Where its file cannot be written a new one is begun."""
         from torch.utils.tensorboard import SummaryWriter
-        for attempt in range(2):
+        for attempt in range(2 if ranks.rank() == 0 else 0):
             try:
                 self.writer = self.writer or SummaryWriter(self.folder)
                 return getattr(self.writer, what)(*values)
@@ -242,9 +246,11 @@ class Run:
         home, tensors = self.folder / "checkpoints", {"weights": {}}
         temporary, final = home / "unfinished", home / f"step_{state['step']:08d}"
         for name, parameter in self.policy.named_parameters():
-            tensors["weights"][name] = parameter.detach()
+            tensors["weights"][name] = ranks.whole(parameter.detach())
             for kind, moment in self.optimizer.state.get(parameter, {}).items():
-                tensors.setdefault(kind, {})[name] = moment
+                tensors.setdefault(kind, {})[name] = ranks.whole(moment)
+        if ranks.rank():
+            return
         try:
             for path in (temporary, final):
                 shutil.rmtree(path, ignore_errors=True)
@@ -275,11 +281,12 @@ class Run:
         self.log("flush")
         sizes, step = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}, state["step"]
         self.state = state | random_states() | {"log_sizes": sizes}  # as they are now, whenever it is written
-        if self.signals or c.save_every and (step % c.save_every == 0 or step == c.n_train_steps):
+        signal_seen = int(ranks.total(max(self.signals, default=0), largest=True))
+        if signal_seen or c.save_every and (step % c.save_every == 0 or step == c.n_train_steps):
             self.save(self.state)
-        if self.signals:
+        if signal_seen:
             print(f"stopped after step {step}; resume = True goes on from step {self.saved}", flush=True)
-            raise SystemExit(128 + self.signals[0])
+            raise SystemExit(128 + signal_seen)
         if state["in_a_row"] >= c.max_skipped:
             raise RunStopped(f"{state['in_a_row']} steps in a row had a loss or gradient that is not finite; look into "
                              f"{self.folder}/skipped_step_{step}.json, mend the reward or lower learning_rate")
@@ -291,13 +298,16 @@ class Run:
             try:
                 yield
             except Exception:
-                if self.state and self.state.get("step") != self.saved:
+                alone = ranks.world() == 1  # the other ranks are at work: they give no shards now
+                if alone and self.state and self.state.get("step") != self.saved:
                     self.save(self.state)
                 raise
 
     def keep_skipped(self, step, broken, problems, texts, rewards, responses):
         """Writes what a skipped step was about to learn from; -> a line that says where it is."""
         path, group_size = self.folder / f"skipped_step_{step}.json", len(texts) // len(problems)
+        if ranks.rank():
+            return ""
         rows = [{"prompt": problems[i // group_size]["prompt"], "text": texts[i], "reward": rewards[i].item(),
                  "ids": r.response_ids, "log_probs": r.log_probs} for i, r in enumerate(responses)]
         try:
@@ -330,11 +340,20 @@ def load_checkpoint(folder, state, policy, optimizer):
         for name, parameter in policy.named_parameters():
             if path.stem == "weights":
                 with torch.no_grad():
-                    parameter.copy_(named[name])
+                    parameter.copy_(ranks.sharded_like(named[name].to(parameter.device), parameter))
             elif name in named:  # AdamW's count of steps stays on the CPU, where it makes it
-                device = "cpu" if path.stem == "step" else parameter.device
-                optimizer.state[parameter][path.stem] = named[name].to(device)
+                moment = named[name]
+                if path.stem != "step":
+                    moment = ranks.sharded_like(moment.to(parameter.device), parameter)
+                optimizer.state[parameter][path.stem] = moment
     set_random_states(state)
+
+
+def save_model(policy, tokenizer, folder):
+    """An ordinary Hugging Face folder."""
+    weights = {name: ranks.whole(parameter.detach()) for name, parameter in policy.named_parameters()}
+    if ranks.rank() == 0:
+        policy.save_pretrained(folder, state_dict=weights), tokenizer.save_pretrained(folder)
 
 
 def check_out_dir(out_dir):
@@ -393,6 +412,7 @@ def choose_hardware(c):
     installed = importlib.util.find_spec("vllm") is not None
     use_vllm = c.engine == "vllm" or c.engine == "auto" and installed and device.type == "cuda"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name += f", {ranks.world()} ranks" if ranks.world() > 1 else ""
     why = "asked for"
     if c.engine == "auto":
         why = "vLLM found" if use_vllm else "no GPU" if installed else "vLLM is not installed"

@@ -142,4 +142,4 @@ def hidden_after_prompts(model, prompts, input_ids):
     positions = (prompts >= 0).sum(dim=1, keepdim=True) + torch.arange(length, device=device)
     mask = added(torch.cat([known, causal], dim=3), layer.values.dtype)
     out = model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    return out.last_hidden_state + 0 * read.last_hidden_state.sum()  # FSDP2 gathers weights when a gradient reaches this
+    return out.last_hidden_state + 0 * read.last_hidden_state.sum()  # its gradient makes FSDP2 gather weights again

@@ -142,11 +142,14 @@ def sampling(c, tokenizer, what):
                 seed=random.Random(f"{c.seed} {what}").getrandbits(32), bf16=c.bf16)
 
 
-def rollout(policy, llm, prompts, bf16=False, **settings):
-    """One call, two engines: vLLM where there is one, else the policy itself. -> Responses, group after group."""
-    if llm is not None:
-        return rollout_with_vllm(llm, prompts, **settings)
-    return rollout_with_transformers(policy, prompts, bf16=bf16, **settings)
+def rollout(policy, llm, prompts, group_size, seed, bf16=False, **settings):
+    """One call, two engines: vLLM where there is one, else transformers, with the policy itself or, beside one that is
+    sharded, with a copy. Each rank samples its share of the prompts. -> Responses, group after group."""
+    mine, start = ranks.share_of(prompts)
+    settings |= dict(group_size=group_size, seed=seed + start * group_size)
+    if llm is None or isinstance(llm, torch.nn.Module):
+        return ranks.gathered(rollout_with_transformers(llm or policy, mine, bf16=bf16, **settings))
+    return ranks.gathered(rollout_with_vllm(llm, mine, **settings))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -206,7 +209,8 @@ def score(responses, problems, tokenizer, reward, c):
     """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards."""
     texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
     problem_of_each = [problem for problem in problems for _ in range(len(responses) // len(problems))]
-    return texts, torch.tensor(checks.rewards_of(reward, texts, problem_of_each, c.reward_seconds, c.reward_if_broken))
+    mine = [ranks.share_of(items)[0] for items in (texts, problem_of_each)]
+    return texts, torch.tensor(ranks.gathered(checks.rewards_of(reward, *mine, c.reward_seconds, c.reward_if_broken)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -558,7 +562,7 @@ def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **se
 
     None where memory ran out; nothing of the attempt is left in the gradients.
     """
-    means, known, n_tokens = Counter(), [], sum(rows["response_mask"].sum() for rows in microbatches)
+    means, known, n_tokens = Counter(), [], ranks.total(sum(rows["response_mask"].sum() for rows in microbatches))
     try:
         for rows in microbatches:
             if ref_model is not None and "ref_hidden" not in rows:  # once a rollout, whatever the number of epochs
@@ -570,9 +574,9 @@ def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **se
             share = rows["response_mask"].sum() / n_tokens  # token means -> the step's mean
             means.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
             known.append(log_probs | rows)  # log-probs of the first epoch, before the policy moves: later the old ones
-        return means, known
+        return ranks.total(means), known
     except RuntimeError as error:
-        if not machine.out_of_memory(error):
+        if ranks.world() > 1 or not machine.out_of_memory(error):  # the others do not know of it
             raise
     policy.zero_grad()
 
@@ -678,7 +682,7 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
                                                                       c.normalize_by_std)
             batch = make_batch(responses, advantages, policy.device)
             batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
-            microbatches = cut_microbatches(batch, max_tokens)
+            microbatches = ranks.own_microbatches(batch, max_tokens, cut_microbatches)
             n_tokens = int(batch["response_mask"].sum())
             for group in optimizer.param_groups:
                 group["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
@@ -694,7 +698,8 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
                 if ref_model is not None:
                     metrics["adaptive_kl/current_beta"] = kl["beta"]
                 with timed(seconds, "update"):
-                    means["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
+                    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
+                    means["grad_norm"] = ranks.whole(norm)
                     totals.update(means)
                     broken = [name for name in ("loss", "grad_norm") if not means[name].isfinite()]
                     if not broken:
@@ -798,6 +803,7 @@ def main(
     save_model=True,  # at the end, with save_pretrained, in the run folder
 ):
     config = dict(locals())
+    ranks.start()
     column = 0 if str(model_id) == "tiny" or (model_id is None and not torch.cuda.is_available()) else 1
     config |= {name: values[column] for name, values in DEFAULTS.items() if config[name] is None}
     config = checks.check_config(config, tasks.TASKS)
@@ -825,14 +831,16 @@ def main(
     ref_model = copy.deepcopy(policy).eval().requires_grad_(False) if leash else None
     llm = engines.RestartedVLLM(partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util,
                                         c.bf16), policy, c.engine_seconds) if use_vllm else None
-    optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
-
     if leash:
         probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4,
                         **sampling(c, tokenizer, "probe"))
         knobs["kl_coef"] = c.kl_coef, 0.0
         checks.refuse_dead_knobs(sys.modules[__name__], policy, ref_model, probe, c, knobs)
     start = machine.hash_of_weights(policy)
+    if ranks.world() > 1:
+        llm = llm or copy.deepcopy(policy)
+        ranks.shard(policy), leash and ranks.shard(ref_model)
+    optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
     if checkpoint:
         checks.check_start(state, start, c)
         machine.load_checkpoint(checkpoint, state, policy, optimizer)
@@ -855,12 +863,13 @@ def main(
     start_model = ref_model or init_policy(model_folder, c.device)[0]  # leash off: read again, for this measurement
     kl = measure_kl(policy, llm, tokenizer, eval_problems, start_model, c)
     if c.save_model:
-        policy.save_pretrained(run.folder / "model"), tokenizer.save_pretrained(run.folder / "model")
+        machine.save_model(policy, tokenizer, run.folder / "model")
     run.log("close")
     result = {"before": before, "after": after, "kl_per_token": kl[0].mean().item(), "seconds": state["seconds"],
               "kl_per_sequence": kl[0].sum().item() / len(eval_problems),
               "tokens_per_s": state["tokens"] / state["seconds"]}
-    print(checks.write_report(run.folder, result, kl, tokenizer, c))
+    if ranks.rank() == 0:
+        print(checks.write_report(run.folder, result, kl, tokenizer, c))
     return result | {"run_folder": run.folder}
 
 
@@ -975,5 +984,6 @@ def test_functions():
 
 
 if __name__ == "__main__":
+    ranks.start()
     test_functions()
     main()

@@ -1345,6 +1345,105 @@ print("the saved model samples in vLLM")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Ranks: the same numbers from two processes as from one
+
+RANK_GRADIENTS = """
+import sys, torch, starter, test_starter as t
+torch.set_num_threads(1)
+starter.ranks.start()
+for tie in (True, False):
+    policy, _ = starter.init_policy(f"{sys.argv[1]}/{tie}", "cpu")
+    plain, ref_model = starter.copy.deepcopy(policy), starter.copy.deepcopy(policy).requires_grad_(False)
+    t.perturb(ref_model, 3)
+    responses = [starter.Response(list(range(5, 6 + n % 3)), [5 + (5 * n + i * i) % 32 for i in range(n)], [-3.4] * n, True) for n in (1, 9, 4, 6, 7, 2, 8, 3)]
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
+    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
+    found = []
+    for model, reference in ((plain, ref_model), (starter.ranks.shard(policy), starter.ranks.shard(starter.copy.deepcopy(ref_model)))):
+        cut = starter.cut_microbatches(batch, 60) if model is plain else starter.ranks.own_microbatches(batch, 20 + 15 * starter.ranks.rank(), starter.cut_microbatches)
+        numbers = [len(cut), sum(rows["response_mask"].any().item() for rows in cut)]
+        for rows in cut:
+            starter.grpo_microbatch_step(model, rows, 0.2, reference, 0.1, kl_estimator="exact")
+        found.append({name: starter.ranks.whole(p.grad) for name, p in model.named_parameters()})
+    assert type(policy.get_output_embeddings().weight).__name__ == "DTensor" or "FSDP" in type(policy.base_model).__name__
+    error = max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
+    scale = max(x.abs().max().item() for x in found[0].values())
+    sys.stderr.write(f"rank {starter.ranks.rank()} of {starter.ranks.world()}, tied {tie}, {numbers} microbatches: {error / scale:.1e}\\n")
+"""
+
+
+def torchrun(program, *arguments, nodes=1, timeout=240):
+    """Runs a program on two ranks, of one node or of two that meet on the loopback device. -> exit codes, their output."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = [f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", "--rdzv-id=test"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", *meeting]
+    runs = [subprocess.Popen([*command, program, *map(str, arguments)], cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}) for _ in range(nodes)]
+    outputs = [run.communicate(timeout=timeout)[0] for run in runs]
+    return [run.returncode for run in runs], "".join(outputs)
+
+
+def test_two_ranks_have_another_gradient(tmp_path):
+    """Ragged responses with a reference, tied and untied heads, unlike numbers of microbatches a rank: 1e-5 of the largest gradient."""
+    for tie in (True, False):
+        save_checkpoint(tmp_path / str(tie), tie=tie)
+    (tmp_path / "program.py").write_text(RANK_GRADIENTS)
+    codes, output = torchrun(tmp_path / "program.py", tmp_path)
+    found = re.findall(r"rank (\d) of 2, tied (\w+), \[(\d+), (\d+)\] microbatches: (\S+)", output)
+    assert codes == [0] and len(found) == 4 and all(float(row[4]) < 1e-5 for row in found), output[-3000:]
+    assert any(row[2] != row[3] for row in found), "no rank had to make up for a microbatch"
+
+
+RANK_RUN = """
+import json, sys, torch, starter, test_starter as t
+torch.set_num_threads(1)
+changes = json.loads(sys.argv[3])
+starter.main(**t.run_settings(sys.argv[1], sys.argv[2], reward=t.variety, **changes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_ranks_learn_something_else_or_cannot_resume_elsewhere(checkpoint, tmp_path, nodes):
+    """Every number of a run with the leash on, then resumed by one process from the ranks' checkpoint, and by ranks from one process's."""
+    (tmp_path / "program.py").write_text(RANK_RUN)
+    alone = starter.main(**run_settings(checkpoint, tmp_path / "alone", reward=variety))["run_folder"]
+    codes, output = torchrun(tmp_path / "program.py", checkpoint, tmp_path / "ranks", "{}", nodes=nodes)
+    assert codes == [0] * nodes and output.count("=== Report ===") == 1 and "2 ranks" in output, output[-3000:]
+    ranks_folder, = tmp_path.glob("ranks/20*")
+
+    def compare(first, second):
+        one, two = ({tag: values for tag, values in scalars(run).items() if not tag.startswith(("time/", "mem/")) and "per_s" not in tag and "sampler" not in tag}
+                    for run in (first, second))
+        assert one.keys() == two.keys()
+        for tag in one:
+            assert [step for step, _ in one[tag]] == [step for step, _ in two[tag]]
+            assert [x for _, x in one[tag]] == pytest.approx([x for _, x in two[tag]], rel=2e-3, abs=1e-5), tag
+        weights = [safetensors.torch.load_file(run / "model/model.safetensors") for run in (first, second)]
+        for name in weights[0]:
+            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-4)
+
+    compare(alone, ranks_folder)
+    shutil.rmtree(ranks_folder / "checkpoints/step_00000006")  # the ranks had saved steps 4 and 6
+    starter.main(**run_settings(checkpoint, tmp_path / "ranks", reward=variety, resume=True))
+    compare(alone, ranks_folder)
+    shutil.rmtree(alone / "checkpoints/step_00000006")
+    codes, output = torchrun(tmp_path / "program.py", checkpoint, tmp_path / "alone", '{"resume": true}', nodes=nodes)
+    assert codes == [0] * nodes and "after step 4" in output, output[-3000:]
+    compare(ranks_folder, alone)
+
+
+@pytest.mark.slow
+def test_rank_that_fails_leaves_the_others_waiting(checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(RANK_RUN.replace(
+        "reward=t.variety", "reward=lambda text, problem: 1 / (starter.ranks.rank() == 0 or starter.ranks.world() == 1) and t.variety(text, problem)"))
+    codes, output = torchrun(tmp_path / "program.py", checkpoint, tmp_path / "ranks", "{}", timeout=120)
+    assert codes[0] != 0 and "reward raised ZeroDivisionError" in output
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints, resume and faults; each fault comes from outside
 
 class Killed(BaseException):
