@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import ranks
 from machine import InputError, RunStopped, TimedOut, check_out_dir, describe, short, time_limit, whole_checkpoint
-
 # --- the input table: what each number in main() must be ------------------------------------------------------------
 
 def plain(value):
@@ -402,7 +401,8 @@ def check_log_probs(microbatches, step, first_diff, bf16):
     import torch
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
-    most = ranks.total({name: max(x.tolist(), default=0) for name, x in (("diff", diff), ("drift", drift))}, largest=True)
+    largest = {"diff": max(diff.tolist(), default=0), "drift": max(drift.tolist(), default=0)}
+    most = ranks.total(largest, largest=True)
     mean, limit = ranks.total(diff.sum().item()) / ranks.total(len(diff)), 1e-3
     if bf16:
         limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff

@@ -215,6 +215,9 @@ def test_response_depends_on_what_else_is_sampled(policy_and_tokenizer):
                                                                             seed=seed, eos_token_id=tokenizer.eos_token_id)]
     whole = sample(prompts, 7)
     assert whole[4:] == sample(prompts[1:], 11) and whole[8:] == sample(prompts[2:], 15) and len(set(map(tuple, whole))) > 6
+    many = lambda prompts, seed: [r.response_ids for r in starter.rollout(policy, None, prompts, group_size=300, max_new_tokens=3, temperature=1.0,
+                                                                          seed=seed, eos_token_id=tokenizer.eos_token_id)]
+    assert many(prompts[:2], 7)[300:] == many(prompts[1:2], 307)  # the second prompt is in another chunk
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 256, 257, 3001])
