@@ -5,6 +5,9 @@
     python bench.py --phases            each phase of ours alone, beside what the machine can -> bench_phases.csv
     python bench.py --growth            cost against tokens, group, vocabulary, epochs, budget -> bench_growth.csv
     python bench.py --figure            draws figures/bench_growth.png from it (needs matplotlib)
+    python bench.py --memory            measured peaks beside those of the formula -> bench_memory.csv
+    python bench.py --learning          the default run, leash off and on, three seeds -> bench_learning.csv
+    python bench.py --card              everything on this GPU (without one: a rehearsal, small) -> bench_card.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights, so that most
 responses have their full length. Times are medians; ratios are taken within one process, step by step in turns. Peak
@@ -35,6 +38,16 @@ SIZES = {  # vocabulary None: the tokenizer's, 52
     "M-64": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=64),
     "L": dict(hidden=256, layers=4, heads=4, vocabulary=151_936, new_tokens=16),
 }
+CARD_SIZES = {
+    "0.6B": dict(hidden=1024, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
+                 intermediate=3072),
+    "1.7B": dict(hidden=2048, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
+                 intermediate=6144)}
+TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
+    "4B": dict(hidden=2560, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
+               intermediate=9728),
+    "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
+               intermediate=12_288, tied=False)}
 TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64, 32, 16)}  # rows at once: tried
 GROUP, PROMPTS = 8, 32
 
@@ -44,16 +57,24 @@ def distinct(text, problem):
     return len(set(text)) / 10
 
 
-def make_checkpoint(folder, hidden, layers, heads, vocabulary, new_tokens=None):
+def model_config(hidden, layers, heads, vocabulary, new_tokens=None, kv_heads=None, head_dim=None, intermediate=None,
+                 tied=True):
+    """-> Qwen3's configuration for one of the sizes above."""
+    from transformers import Qwen3Config
+    tokenizer = make_tiny.make_tokenizer()
+    return Qwen3Config(
+        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=intermediate or 2 * hidden,
+        head_dim=head_dim or hidden // heads, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads // 2, tie_word_embeddings=tied, max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+
+
+def make_checkpoint(folder, *shape, **named):
     """A Qwen3 of this size with random weights, as an ordinary folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
     tokenizer = make_tiny.make_tokenizer()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
-        head_dim=hidden // heads, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
-        tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id))
+    model = Qwen3ForCausalLM(model_config(*shape, **named))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -73,9 +94,9 @@ def configuration(folder, new_tokens, bf16, leash, **changes):
 class Ours:
     """starter.train, a step at a time."""
 
-    def __init__(self, folder, new_tokens, bf16, leash, **changes):
+    def __init__(self, folder, new_tokens, bf16, leash, device="cpu", **changes):
         self.c = configuration(folder, new_tokens, bf16, leash, **changes)
-        self.policy, self.tokenizer = starter.init_policy(folder, torch.device("cpu"))
+        self.policy, self.tokenizer = starter.init_policy(folder, torch.device(device))
         self.reference = starter.copy.deepcopy(self.policy).requires_grad_(False) if leash else None
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, weight_decay=0.0)
         self.problems, _ = starter.tasks.countdown_problems(self.c)
@@ -196,16 +217,19 @@ def median_of(work, n=7):
     for _ in range(n + 1):
         start = time.perf_counter()
         work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def limits(dtype):
+def limits(dtype, device="cpu"):
     """-> what this machine can: floating-point operations a second of a large matmul, bytes a second of a copy."""
-    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    big = torch.empty(64 << 20, dtype=torch.uint8)
+    n = 2048 if device == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    big = torch.empty(64 << 20 if device == "cpu" else 2 << 30, dtype=torch.uint8, device=device)
     other = torch.empty_like(big)
-    return 2 * 2048 ** 3 / median_of(lambda: a @ b), 2 * len(big) / median_of(lambda: other.copy_(big))
+    return 2 * n ** 3 / median_of(lambda: a @ b), 2 * len(big) / median_of(lambda: other.copy_(big))
 
 
 def rollout_and_batch(ours):
@@ -215,7 +239,7 @@ def rollout_and_batch(ours):
     prompts = starter.prompt_ids_of(asked, ours.tokenizer)
     responses = starter.rollout(ours.policy, None, prompts, group_size=c.group_size,
                                 **starter.sampling(c, ours.tokenizer, 1))
-    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), ours.policy.device)
     batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", c.max_new_tokens)
     return prompts, responses, batch
 
@@ -234,21 +258,23 @@ def update_of(ours, batch, reference=None):
 def flops_of(policy, responses):
     """-> floating-point operations of the layers and of the head, forward, over prompts and responses of a step.
 
-    2 for each weight and token; attention and norms are left out. The head reads response positions alone.
+    2 for each weight and token; attention and norms are left out. The head reads response positions alone; a prompt
+    counts once, since it is read once.
     """
     head = policy.get_output_embeddings().weight.numel()
-    layers = sum(p.numel() for p in policy.parameters()) - head
-    n_all = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses)
-    return 2 * layers * n_all + 2 * head * sum(len(r.response_ids) for r in responses)
+    layers = sum(p.numel() for p in policy.base_model.layers.parameters())
+    n_responses = sum(len(r.response_ids) for r in responses)
+    n_all = n_responses + sum(map(len, {tuple(r.prompt_ids) for r in responses}))
+    return 2 * layers * n_all + 2 * head * n_responses
 
 
-def phases(size, bf16):
+def phases(size, bf16, device="cpu", **changes):
     """-> a row for each phase alone: seconds, tokens a second, share of the machine's matmul rate."""
     dtype, rows = torch.bfloat16 if bf16 else torch.float32, []
-    rate, bandwidth = limits(dtype)
+    rate, bandwidth = limits(dtype, device)
     with tempfile.TemporaryDirectory() as folder:
-        shape = SIZES[size]
-        ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], bf16, True)
+        shape = (SIZES | CARD_SIZES)[size]
+        ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], bf16, True, device, **changes)
         prompts, responses, batch = rollout_and_batch(ours)
         microbatches, mask = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch), batch["response_mask"]
         n_tokens, forward = int(mask.sum()), flops_of(ours.policy, responses)
@@ -265,14 +291,18 @@ def phases(size, bf16):
                     starter.response_hidden(ours.reference, m, bf16)
 
         head = 2 * ours.policy.get_output_embeddings().weight.numel() * n_tokens
+        copy = starter.copy.deepcopy(ours.policy)
+        weights = 4 * sum(p.numel() for p in copy.parameters())
         for name, work, flops in (
                 ("rollout", lambda: rollout_and_batch(ours), forward), ("log-probs", log_probs, forward),
                 ("reference", reference, forward - head), ("update", lambda: update_of(ours, batch), 3 * forward),
-                ("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward)):
+                ("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward),
+                ("sync to a copy", lambda: starter.load_policy_into_vllm_instance(ours.policy, copy), 0)):
             seconds = median_of(work)
             rows.append({"size": size, "dtype": str(dtype)[6:], "phase": name, "seconds": f"{seconds:.4f}",
                          "response_tokens_per_s": f"{n_tokens / seconds:.0f}", "gflop": f"{flops / 1e9:.1f}",
-                         "share_of_matmul_rate": f"{flops / seconds / rate:.3f}",
+                         "share_of_matmul_rate": f"{flops / seconds / rate:.3f}" if flops else "",
+                         "share_of_copy_rate": "" if flops else f"{2 * weights / seconds / bandwidth:.3f}",
                          "matmul_gflops": f"{rate / 1e9:.0f}", "copy_gb_per_s": f"{bandwidth / 1e9:.1f}"})
     return rows
 
@@ -302,6 +332,128 @@ def growth():
         measure("epochs_per_rollout", epochs, epochs_per_rollout=epochs)
     for budget in (512, 2_048, 8_192, 32_768):
         measure("max_tokens_per_microbatch", budget, max_tokens_per_microbatch=budget)
+    return rows
+
+
+def predicted_gb(shape, responses, prompts, bf16=True, leash=False, checkpointing=False, on_cpu=True, budget=8_192):
+    """-> {what: gigabytes} held at the height of the update, from the sizes alone.
+
+    responses, prompts: tokens of each. Bytes a token and layer, kept for the backward pass under bf16 autocast: two
+    norms and the inputs of six linears 26 H, queries 14 Q, keys 16 K, MLP 8 I, attention 6 for each head and key where
+    it is multiplied out (on a CPU). In float32: 24 H, 12 Q, 20 K, 16 I, 4. Two layers' worth more while the backward
+    pass is in one of them, and a few slices of logits.
+    """
+    c = model_config(**shape)
+    h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = h * (2 * q + 2 * k + 3 * c.intermediate_size) + 2 * h + 2 * c.head_dim
+    head, mlp, keys = c.vocab_size * h, c.intermediate_size, responses["longest"] + prompts["longest"]
+    n_weights = c.num_hidden_layers * layer + head * (1 if c.tie_word_embeddings else 2)
+    n_tokens = min(budget, responses["all"] + prompts["all"])
+    n_scored = n_tokens * responses["all"] / (responses["all"] + prompts["all"])
+    scores = c.num_attention_heads * keys if on_cpu and not checkpointing else 0
+    kept = 26 * h + 14 * q + 16 * k + 8 * mlp + 6 * scores if bf16 else 24 * h + 12 * q + 20 * k + 16 * mlp + 4 * scores
+    layers = (kept + 4 * h * c.num_hidden_layers) if checkpointing else kept * c.num_hidden_layers
+    parts = {"libraries": 0.5e9 if on_cpu else 0, "weights": 4 * n_weights, "gradients": 4 * n_weights,
+             "moments": 8 * n_weights, "reference": 4 * n_weights * leash,
+             "bf16 copies": 2 * c.num_hidden_layers * layer * (2 if leash else 1) * bf16,
+             "activations": n_tokens * (layers + 2 * kept) + 14 * h * n_scored,
+             "head": 4 * head + 5 * 4 * max(1 << 22, 256 * n_scored)}
+    return {name: size / 1e9 for name, size in parts.items()}
+
+
+def memory(sizes, bf16, leash):
+    """-> rows: the formula's peak beside the measured one, for each size."""
+    rows = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(folder, **SIZES[size])
+            measured = peak_gb("ours", folder, size, bf16, leash, None)
+            ours = Ours(folder, SIZES[size]["new_tokens"], bf16, leash)
+            _, found, _ = rollout_and_batch(ours)
+        distinct_prompts = {tuple(r.prompt_ids) for r in found}
+        lengths = {"all": sum(len(r.response_ids) for r in found), "longest": max(len(r.response_ids) for r in found)}
+        prompts = {"all": sum(map(len, distinct_prompts)), "longest": max(map(len, distinct_prompts))}
+        parts = predicted_gb(SIZES[size], lengths, prompts, bf16, leash, budget=ours.c.max_tokens_per_microbatch)
+        total = sum(parts.values())
+        rows.append({"size": size, "dtype": "bfloat16" if bf16 else "float32", "leash": leash} | {
+            name: f"{value:.3f}" for name, value in parts.items()} | {
+            "predicted_gb": f"{total:.2f}", "measured_gb": f"{measured:.2f}", "ratio": f"{total / measured:.2f}"})
+    return rows
+
+
+def learning(seeds=(0, 1, 2)):
+    """-> rows: main() as it comes and with kl_coef = 0.3: solved before and after, other skills, tokens a second."""
+    rows = []
+    for leash in (False, True):
+        for seed in seeds:
+            program = ("import json, sys, tempfile, starter\nwith tempfile.TemporaryDirectory() as folder:\n"
+                       f"    found = starter.main(seed={seed}, use_kl_penalty={leash}, kl_coef=0.3, out_dir=folder, "
+                       "save_model=False)\nfound.pop('run_folder')\nprint('found', json.dumps(found))")
+            run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
+            found = json.loads(run.stdout.split("found ")[-1])
+            kept = [value for name, value in found["after"].items() if name.startswith("retention_")]
+            rows.append({"leash": leash, "seed": seed, "solved_before": f"{found['before']['solved']:.4f}",
+                         "solved_after": f"{found['after']['solved']:.4f}",
+                         "other_skills": f"{statistics.mean(kept):.4f}",
+                         "kl_per_token": f"{found['kl_per_token']:.4f}", "seconds": f"{found['seconds']:.1f}",
+                         "tokens_per_s": f"{found['tokens_per_s']:.0f}"})
+    return rows
+
+
+def card():
+    """-> rows: phases, compiled layers, the head fused and plain, the whole script; on a GPU, or small on a CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "rehearsal on a CPU"
+    rows, sizes = [], CARD_SIZES if device == "cuda" else ["S"]
+
+    def note(what, size, value, unit):
+        rows.append({"card": name, "what": what, "size": size, "value": f"{value:.4g}", "unit": unit})
+
+    for size in sizes:
+        for row in phases(size, True, device, max_tokens_per_microbatch=8_192):
+            note(row["phase"], size, float(row["seconds"]), "s")
+            note(row["phase"], size, float(row["response_tokens_per_s"]), "response tokens/s")
+            if row["share_of_matmul_rate"]:
+                note(row["phase"], size, float(row["share_of_matmul_rate"]), "share of matmul rate")
+        shape = (SIZES | CARD_SIZES)[size]
+        with tempfile.TemporaryDirectory() as folder:
+            ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], True, False, device,
+                        max_tokens_per_microbatch=8_192)
+            _, responses, batch = rollout_and_batch(ours)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
+            note("update: peak", size, starter.machine.peak_memory_gb(), "GB")
+            for layer in ours.policy.base_model.layers:
+                layer.compile(dynamic=True)
+            start = time.perf_counter()
+            update_of(ours, batch)
+            note("first update with compiled layers", size, time.perf_counter() - start, "s")
+            note("update with compiled layers", size, median_of(lambda: update_of(ours, batch), 5), "s")
+            weight = ours.policy.get_output_embeddings().weight
+            hidden = torch.randn(2048, weight.shape[1], device=device, dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.randint(len(weight), (2048,), device=device)
+
+        def fused():
+            starter.ChunkedHead.apply(hidden, weight, labels, 1.0, None, None)[0].sum().backward()
+
+        def plain():
+            logits = hidden @ weight.T.to(hidden.dtype)
+            logits.float().log_softmax(dim=-1).gather(1, labels[:, None]).sum().backward()
+
+        for what, work in (("head: fused", fused), ("head: plain", plain)):
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            note(what, size, median_of(work, 5), "s")
+            if device == "cuda":
+                note(what, size, (torch.cuda.max_memory_allocated() - before) / 1e9, "GB above weights")
+    for engine in ["transformers"] + ["vllm"] * bool(starter.machine.importlib.util.find_spec("vllm")):
+        with tempfile.TemporaryDirectory() as folder:
+            found = starter.main(model_id="tiny", engine=engine, out_dir=folder, save_model=False,
+                                 **({} if device == "cuda" else {"n_train_steps": 5, "n_eval_problems": 50}))
+        note(f"python starter.py, {engine}", "tiny", found["after"]["solved"], "solved")
+        note(f"python starter.py, {engine}", "tiny", found["tokens_per_s"], "response tokens/s")
     return rows
 
 
@@ -337,7 +489,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--leash", default="off", choices=("off", "on"))
     parser.add_argument("--steps", type=int, default=10)
-    for part in ("phases", "growth", "figure"):
+    for part in ("phases", "growth", "figure", "memory", "learning", "card"):
         parser.add_argument(f"--{part}", action="store_true")
     arguments, made = parser.parse_args(), []
     warnings.filterwarnings("ignore")
@@ -346,6 +498,12 @@ if __name__ == "__main__":
         draw()
     elif arguments.growth:
         made = append("growth", growth())
+    elif arguments.memory:
+        made = append("memory", memory(arguments.sizes, bf16, leash))
+    elif arguments.learning:
+        made = append("learning", learning())
+    elif arguments.card:
+        made = append("card", card())
     else:
         for size in arguments.sizes:
             made += append("phases", phases(size, bf16)) if arguments.phases else append(
