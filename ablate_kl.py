@@ -579,10 +579,69 @@ def fuzz_table():
     return markdown(names, [[row[name] for name in names]])
 
 
+SIZE_NAMES = {"S": "S: hidden 128, 4 layers, 16 new tokens", "M": "M: hidden 384, 6 layers, 16 new tokens",
+              "M-64": "M, 64 new tokens", "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens"}
+
+
+def last_rows(name, *keys):
+    """-> the newest row of results/bench_<name>.csv for each combination of these columns."""
+    return list({tuple(row[key] for key in keys): row for row in read_csv(RESULTS / f"bench_{name}.csv")}.values())
+
+
+def speed_table():
+    """A step of ours and of TRL's, in turns in one process."""
+    lines = [[SIZE_NAMES[row["size"]], row["dtype"], "on" if row["leash"] == "True" else "off",
+              f"{row['ours_s']} ({row['ours_min_s']} to {row['ours_max_s']})",
+              f"{row['trl_s']} ({row['trl_min_s']} to {row['trl_max_s']})", row["ratio"], row["ours_gb"],
+              f"{row['trl_gb']} ({row['trl_rows_at_once']} rows), {row['trl_gb_most_rows']} ({row['trl_most_rows']} rows)"]
+             for row in last_rows("step", "size", "dtype", "leash")]
+    return markdown(["model", "dtype", "leash", "starter.py, s", "TRL, s", "ratio", "GB", "TRL, GB"], lines)
+
+
+def phase_table():
+    lines = [[row["size"], row["phase"], f"{1000 * float(row['seconds']):.0f}", row["response_tokens_per_s"],
+              row["share_of_matmul_rate"] or f"copy: {row['share_of_copy_rate']}"]
+             for row in last_rows("phases", "size", "dtype", "phase")]
+    return markdown(["model", "phase", "ms", "response tokens/s", "share of the machine's rate"], lines)
+
+
+def memory_table():
+    names = ["libraries", "weights", "gradients", "moments", "reference", "bf16 copies", "activations", "head"]
+    lines = [[row["size"], "on" if row["leash"] == "True" else "off", *(f"{float(row[name]):.2f}" for name in names),
+              row["predicted_gb"], row["measured_gb"], row["ratio"]] for row in last_rows("memory", "size", "leash")]
+    return markdown(["model", "leash", *names, "formula", "measured", "ratio"], lines)
+
+
+def gpu_table():
+    """Which GPU: the formula for Qwen3's sizes, 16,384 tokens a microbatch, prompts of 150 and responses of 256."""
+    import bench
+    lines = []
+    for name, shape in bench.TABLE_SIZES.items():
+        cells = [f"Qwen3-{name}"]
+        for leash, checkpointing in ((False, False), (True, False), (True, True)):
+            found = bench.predicted_gb(shape, {"all": 128 * 256, "longest": 256}, {"all": 16 * 150, "longest": 150},
+                                       leash=leash, checkpointing=checkpointing, on_cpu=False, budget=16_384)
+            cells.append(f"{sum(found.values()):.0f}")
+        lines.append([*cells, f"{sum(found[k] for k in ('weights', 'gradients', 'moments', 'reference')):.0f}"])
+    return markdown(["model", "leash off", "leash on", "leash on, gradient checkpointing",
+                     "of that, divided by the number of ranks"], lines)
+
+
+def learning_table():
+    rows = last_rows("learning", "leash", "seed")
+    lines = [["on" if row["leash"] == "True" else "off", row["seed"],
+              f"{100 * float(row['solved_before']):.0f} → {100 * float(row['solved_after']):.0f}",
+              f"{100 * float(row['other_skills']):.0f}", row["kl_per_token"], row["seconds"], row["tokens_per_s"]]
+             for row in rows]
+    return markdown(["leash", "seed", "solved, %", "other skills, %", "KL per token", "training, s",
+                     "response tokens/s"], lines)
+
+
 TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table,
           "engines": engine_table, "verdicts": verdict_table, "gradients": gradient_table, "values": value_table,
           "variance": variance_table, "explosion": explosion_table, "length": length_table, "rules": rule_table,
-          "kills": kill_table, "fuzz": fuzz_table, "mutants": mutant_table}
+          "kills": kill_table, "fuzz": fuzz_table, "mutants": mutant_table, "speed": speed_table,
+          "phases": phase_table, "memory": memory_table, "gpus": gpu_table, "learning": learning_table}
 
 
 def with_tables(text):

@@ -48,7 +48,8 @@ TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
                intermediate=9728),
     "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
                intermediate=12_288, tied=False)}
-TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64, 32, 16)}  # rows at once: tried
+TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64, 16)}  # rows at once: tried
+OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}  # a microbatch: as quick as more, with less memory
 GROUP, PROMPTS = 8, 32
 
 
@@ -147,7 +148,8 @@ def trl_trainer(folder, new_tokens, bf16, leash, rows, steps, each_step):
 def peak_gb(side, folder, size, bf16, leash, rows):
     """-> most memory that a process of its own held over three steps."""
     program = (f"import bench, re, starter; settings = {(str(folder), SIZES[size]['new_tokens'], bf16, leash)}\n" + (
-        "ours = bench.Ours(*settings)\nfor _ in range(3): ours.step()\n" if side == "ours" else
+        f"ours = bench.Ours(*settings, max_tokens_per_microbatch={OUR_TOKENS[size]})\n"
+        "for _ in range(3): ours.step()\n" if side == "ours" else
         f"bench.trl_trainer(*settings, {rows}, 3, lambda seconds: None).train()\n") +
         "print('peak', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])")  # ru_maxrss is inherited
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
@@ -191,7 +193,7 @@ def side_by_side(size, bf16, leash, steps):
             trl_trainer(*settings, rows, 3, times.append).train()
             trial[rows] = min(times[1:])
         rows = min(trial, key=trial.get)
-        ours, pairs = Ours(*settings), []
+        ours, pairs = Ours(*settings, max_tokens_per_microbatch=OUR_TOKENS[size]), []
 
         def turn(seconds):
             pairs.append((ours.step()["time/total"], seconds))
@@ -204,10 +206,11 @@ def side_by_side(size, bf16, leash, steps):
                "ours_s": f"{medians[0]:.3f}", "ours_min_s": f"{min(a for a, _ in pairs):.3f}",
                "ours_max_s": f"{max(a for a, _ in pairs):.3f}", "trl_s": f"{medians[1]:.3f}",
                "trl_min_s": f"{min(b for _, b in pairs):.3f}", "trl_max_s": f"{max(b for _, b in pairs):.3f}",
-               "ratio": f"{statistics.median(ratios):.2f}", "trl_rows_at_once": rows}
+               "ratio": f"{statistics.median(ratios):.2f}", "trl_rows_at_once": rows, "ours_tokens_at_once": OUR_TOKENS[size]}
         row |= {f"{part}_s": f"{ours.seconds[f'time/{part}']:.3f}" for part in ("rollout", "update")}
-        row |= {"ours_gb": f"{peak_gb('ours', *settings[:1], size, bf16, leash, rows):.2f}",
-                "trl_gb": f"{peak_gb('trl', *settings[:1], size, bf16, leash, rows):.2f}"}
+        peak = lambda side, rows: f"{peak_gb(side, folder, size, bf16, leash, rows):.2f}"
+        row |= {"ours_gb": peak("ours", None), "trl_gb": peak("trl", rows), "trl_most_rows": TRL_ROWS[size][0],
+                "trl_gb_most_rows": peak("trl", TRL_ROWS[size][0])}
         return row
 
 
@@ -368,7 +371,7 @@ def memory(sizes, bf16, leash):
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(folder, **SIZES[size])
             measured = peak_gb("ours", folder, size, bf16, leash, None)
-            ours = Ours(folder, SIZES[size]["new_tokens"], bf16, leash)
+            ours = Ours(folder, SIZES[size]["new_tokens"], bf16, leash, max_tokens_per_microbatch=OUR_TOKENS[size])
             _, found, _ = rollout_and_batch(ours)
         distinct_prompts = {tuple(r.prompt_ids) for r in found}
         lengths = {"all": sum(len(r.response_ids) for r in found), "longest": max(len(r.response_ids) for r in found)}

@@ -71,7 +71,8 @@ RULES = [  # what is required, whether a value is that, {name: value that works}
      dict(train_file="gsm8k/train.jsonl", eval_file="gsm8k/test.jsonl")),
     ("True, False or the folder of a run", lambda v: isinstance(v, bool) or is_path(v), dict(resume=False)),
     ("True or False", lambda v: isinstance(v, bool), dict(normalize_by_std=True, use_kl_penalty=True, save_model=True,
-                                                          reproduce_paper=False, gradient_checkpointing=False)),
+                                                          reproduce_paper=False, gradient_checkpointing=False,
+                                                          vllm_sleep=False)),
     ("None, True or False", lambda v: v is None or isinstance(v, bool), dict(bf16=None)),
     ("a tuple of whole numbers from 2 to 6", lambda v: isinstance(v, (tuple, list)) and v and all(
         is_number(n, int) and 2 <= n <= 6 for n in v), dict(numbers_per_problem=(3, 4))),
@@ -80,8 +81,7 @@ RULES = [  # what is required, whether a value is that, {name: value that works}
                         n_train_problems=10_000, max_number=99, max_target=100, beta_schedule_steps=1000)),
     (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
     (*at_least(16), dict(max_tokens_per_microbatch=16_384)),
-    (*between(0, 0.99), dict(clip_range=0.2)),
-    (*between(0, 1), dict(weight_decay=0.0)),
+    (*between(0, 0.99), dict(clip_range=0.2)), (*between(0, 1), dict(weight_decay=0.0)),
     (*between(0, 10), dict(eval_temperature=0.0)),
     (*between(0.01, 10), dict(temperature=1.0)),
     (*between(0.05, 0.95), dict(gpu_mem_util=0.4)),
@@ -344,7 +344,7 @@ def rewards_of(reward, texts, problems, seconds, if_broken):
 MAY_CHANGE = {  # how long, how often, on what machine, a mended reward; what else differs makes two experiments of one
     "n_train_steps", "eval_every", "save_every", "save_model", "out_dir", "resume", "engine", "device", "bf16",
     "gpu_mem_util", "engine_seconds", "reward", "reward_seconds", "reward_if_broken", "max_skipped",
-    "max_tokens_per_microbatch", "gradient_checkpointing", "reproduce_paper"}
+    "max_tokens_per_microbatch", "gradient_checkpointing", "reproduce_paper", "vllm_sleep"}
 
 
 def find_run(c):

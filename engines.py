@@ -82,10 +82,10 @@ def vllm_worker_load(worker, named_weights):
             module.quant_method.process_weights_after_loading(module)
 
 
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16, sleep=False):
     """-> vLLM engine in this process. Its log-probs are log_softmax(logits / T), at the sampling temperature T."""
     from vllm import LLM
-    memory = vllm_memory(model_id, max_model_len, gpu_mem_util, bf16)
+    memory = vllm_memory(model_id, max_model_len, gpu_mem_util, bf16) | ({"enable_sleep_mode": True} if sleep else {})
     with random_states_kept():
         return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32", max_model_len=max_model_len,
                    logprobs_mode="processed_logprobs", max_num_seqs=256, use_tqdm_on_load=False, **memory)
@@ -107,9 +107,11 @@ class RestartedVLLM:
     """vLLM's LLM, as far as starter.py calls it. A call that fails or hangs is made once more, in a new engine.
 
     start() -> LLM; policy: whose weights the new engine gets. A second failure in the same call is RunStopped.
+    sleep: after each rollout weights go to the host's memory and the cache is dropped, until the next call.
     """
-    def __init__(self, start, policy, seconds):
-        self.start, self.policy, self.seconds, self.llm = start, policy, seconds, start()
+    def __init__(self, start, policy, seconds, sleep=False):
+        self.start, self.policy, self.seconds, self.sleep, self.asleep = start, policy, seconds, sleep, False
+        self.llm = start()
 
     def call(self, name, *args, **settings):
         for attempt in (1, 2):
@@ -118,14 +120,21 @@ class RestartedVLLM:
                     if self.llm is None:
                         self.llm = self.start()
                         load_policy_into_vllm_instance(self.policy, self.llm)
-                    return getattr(self.llm, name)(*args, **settings)
+                    if self.asleep:  # a sleeping engine would spin for ever
+                        self.llm.wake_up()
+                    found = getattr(self.llm, name)(*args, **settings)
+                    self.asleep = self.sleep and name == "generate"
+                    if self.asleep:
+                        self.llm.sleep(level=1)
+                    return found
             except (Exception, TimedOut) as error:
                 what = f"failed ({type(error).__name__}: {error})"
                 what = f"did not return within {self.seconds:g} s" if isinstance(error, TimedOut) else what
-            self.llm = None
+            self.llm, self.asleep = None, False
             gc.collect()
-            if attempt == 2:
-                raise RunStopped(f"vLLM's {name} {what}, twice; resume = True goes on from the checkpoint")
+            if attempt == 2 or ranks.world() > 1:  # the other ranks are at work: they give no weights now
+                raise RunStopped(f"vLLM's {name} {what}{', twice' * (attempt == 2)}; resume = True goes on from the "
+                                 "checkpoint")
             print(f"Warning: vLLM's {name} {what}; it is started again with the present weights", flush=True)
 
     def __getattr__(self, name):

@@ -413,6 +413,9 @@ def choose_hardware(c):
     use_vllm = c.engine == "vllm" or c.engine == "auto" and installed and device.type == "cuda"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     name += f", {ranks.world()} ranks" if ranks.world() > 1 else ""
+    if c.vllm_sleep and not (use_vllm and device.type == "cuda"):
+        raise InputError("vllm_sleep = True needs vLLM on a CUDA GPU, which is not what samples here; use vllm_sleep = "
+                         "False")
     why = "asked for"
     if c.engine == "auto":
         why = "vLLM found" if use_vllm else "no GPU" if installed else "vLLM is not installed"

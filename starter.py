@@ -767,6 +767,7 @@ def main(
     max_new_tokens=None,  # longer responses are cut, count as unfinished and are trained with the reward they got
     temperature=1.0,  # of sampling; every log-prob is taken at it
     gpu_mem_util=0.4,  # share of the GPU's memory that vLLM takes; the trainer needs the rest
+    vllm_sleep=False,  # True: vLLM gives its GPU memory back between rollouts, for the time to fill it again
     engine_seconds=1800.0,  # a call of vLLM that takes longer counts as hung: the engine is started again, once
     # advantages and loss
     normalize_by_std=True, advantage_eps=1e-6,  # False: Dr. GRPO, groups with a small spread weigh less
@@ -829,8 +830,9 @@ def main(
         engines.check_attention(policy, longest + c.max_new_tokens)
     leash = c.use_kl_penalty and c.kl_coef > 0
     ref_model = copy.deepcopy(policy).eval().requires_grad_(False) if leash else None
-    llm = engines.RestartedVLLM(partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util,
-                                        c.bf16), policy, c.engine_seconds) if use_vllm else None
+    start_vllm = partial(init_vllm, model_folder, c.seed, longest + c.max_new_tokens, c.gpu_mem_util, c.bf16,
+                         c.vllm_sleep)
+    llm = engines.RestartedVLLM(start_vllm, policy, c.engine_seconds, c.vllm_sleep) if use_vllm else None
     if leash:
         probe = rollout(policy, llm, prompt_ids_of(problems[:2], tokenizer), group_size=4,
                         **sampling(c, tokenizer, "probe"))

@@ -1838,6 +1838,20 @@ def run_with_fake_engine(checkpoint, folder, at_rollout=None, faults=()):
         return starter.main(**settings(checkpoint, folder, engine="vllm", engine_seconds=2, eval_every=0, save_every=0, save_model=True))
 
 
+def test_engine_is_called_while_it_sleeps():
+    """vLLM's generate() spins for ever while asleep, and a sync writes into memory that is not there: each call wakes it first."""
+    calls, engine = [], mock.Mock()
+    for name in ("generate", "sleep", "wake_up", "collective_rpc", "reset_prefix_cache"):
+        getattr(engine, name).side_effect = lambda *args, name=name, **kwargs: calls.append(name)
+    for sleep, expected in ((False, ["generate", "collective_rpc", "reset_prefix_cache", "generate"]),
+                            (True, ["generate", "sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "generate", "sleep", "wake_up", "generate", "sleep"])):
+        calls.clear()
+        llm = engines.RestartedVLLM(lambda: engine, None, 5, sleep)
+        for name in ("generate", "collective_rpc", "reset_prefix_cache", "generate", "generate")[:5 if sleep else 4]:
+            getattr(llm, name)()
+        assert calls == expected
+
+
 def engine_dies():
     raise RuntimeError("EngineDeadError")
 
@@ -2026,6 +2040,7 @@ NUMBERS = [  # what is changed, how the sentence goes; refused before a model is
     (dict(temperature=0), r"temperature = 0 must be a number from 0.01"), (dict(temperature=math.nan), r"temperature = nan must be"),
     (dict(temperature="1"), r"temperature = '1' must be"), (dict(temperature=True), r"temperature = True must be"),
     (dict(temperature=torch.ones(2)), r"temperature = \[1.0, 1.0\] must be"),
+    (dict(vllm_sleep=1), "vllm_sleep = 1 must be True or False"), (dict(vllm_sleep=True), "vllm_sleep = True needs vLLM on a CUDA GPU"),
     (dict(gpu_mem_util=4), r"gpu_mem_util = 4 must be a number from 0.05 to 0.95; use for example 0.4"), (dict(gpu_mem_util=0), r"gpu_mem_util = 0 must be"),
     (dict(engine_seconds=-1), r"engine_seconds = -1 must be a number from 0.001"), (dict(engine_seconds=math.inf), r"engine_seconds = inf must be"),
     (dict(normalize_by_std=1), r"normalize_by_std = 1 must be True or False"), (dict(advantage_eps=0), r"advantage_eps = 0 must be a number above 0"),
