@@ -44,7 +44,6 @@ def softmax(scores):
 def shared_attention(query, keys, values, scaling):
     """(B, heads, 1, d) queries of one new token -> (B, heads, 1, d). A group's queries meet their prompt together."""
     (n, heads, _, d), (n_prompts, kv, length, _) = query.shape, keys.prompts.shape
-
     group, per_kv = n // n_prompts, heads // kv
 
     def by_prompt(x):  # (B, kv, per_kv, y) -> (P, kv, group * per_kv, y)

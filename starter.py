@@ -261,16 +261,21 @@ def token_weights(response_mask, loss_average, max_new_tokens):
 
 
 def cut_microbatches(batch, max_tokens):
-    """-> microbatches, longest rows first, each of at most max_tokens padded tokens with its prompts, or of one row."""
+    """-> microbatches, longest rows first, each of at most max_tokens padded tokens with its prompts, or of one row.
+
+    8 % of one is padding at most, unless it or what is left is below max_tokens / 32: small ones are slow.
+    """
     lengths, cuts = batch["response_mask"].sum(dim=1).clamp(min=1).tolist(), []
     prompts, order = list(map(tuple, batch["prompts"].tolist())), sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
-        width, n, read = lengths[order[0]], 0, set()  # a prompt is read once in a microbatch
-        while n < len(order):
-            read.add(prompts[order[n]])
-            if n and (n + 1) * width + len(read) * len(prompts[0]) > max_tokens:
+        width, n, read, held = lengths[order[0]], 0, set(), 0  # a prompt is read once in a microbatch
+        left = sum(lengths[row] for row in order)
+        for row in order:
+            read.add(prompts[row])
+            wasteful = 0.92 * (n + 1) * width > held + lengths[row] and min(n * width, left - held) >= max_tokens // 32
+            if n and (wasteful or (n + 1) * width + len(read) * len(prompts[0]) > max_tokens):
                 break
-            n += 1
+            n, held = n + 1, held + lengths[row]
         cuts.append({name: tensor[order[:n]] if name == "prompts" else tensor[order[:n], :width]
                      for name, tensor in batch.items()})
         order = order[n:]

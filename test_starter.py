@@ -39,6 +39,7 @@ import starter  # before torch: it sets variables that torch and vLLM read
 from starter import InputError, Response, RunStopped
 
 import ablate_kl
+import bench
 import checks
 import crash_test
 import fuzz_reward
@@ -277,6 +278,21 @@ def test_bf16_gradient_is_off_by_more_than_its_rounding(checkpoint):
     error = {name: ((gradient - gradients["exact"]).norm() / gradients["exact"].norm()).item() for name, gradient in gradients.items()}
     print(error)
     assert error["float32"] < 1e-5 and 1e-4 < error["bf16"] < 0.05
+
+
+def test_long_rows_are_scored_otherwise_than_short_ones(checkpoint):
+    """Rows of 300 tokens after a prompt of 10 take torch's fused attention, shorter ones do not: in float32, and within bf16's rounding."""
+    policy, _ = starter.init_policy(save_checkpoint(checkpoint / "long", max_position_embeddings=1024), CPU)
+    rng = random.Random(0)
+    prompt = rng.choices(range(5, 40), k=11)
+    responses = [Response(prompt, rng.choices(range(5, 40), k=n), [0.0] * n, True) for n in (300, 40)]
+    batch = starter.make_batch(responses, torch.zeros(2), "cpu")
+    score = lambda b, bf16: starter.get_response_log_probs(policy, b["input_ids"], b["labels"], b["response_mask"], bf16=bf16, prompts=b["prompts"])
+    plain = policy(torch.tensor([prompt + responses[0].response_ids])).logits[0, 10:-1].log_softmax(-1)[range(300), responses[0].response_ids]
+    torch.testing.assert_close(score(batch, False)[0], plain, rtol=0, atol=1e-4)
+    assert (score(batch, True)[0] - plain).abs().mean() < 0.1
+    short = {name: x[:, :40] if name != "prompts" else x for name, x in batch.items()}
+    torch.testing.assert_close(score(short, False), score(batch, False)[:, :40], rtol=0, atol=1e-4)
 
 
 def test_head_in_bf16_rounds_rotary_positions():
@@ -717,10 +733,21 @@ def test_microbatches_lose_a_row_or_exceed_their_budget():
         assert all(len(index) * width + 3 * n <= budget or len(index) == 1 for index, width, n in cuts)
         assert [width for _, width, _ in cuts] == sorted((width for _, width, _ in cuts), reverse=True)
         assert all(width == max(lengths[i] for i in index) for index, width, _ in cuts)
-    assert len(cuts) == 1
     one_prompt, many = prompts[:1].expand(9, 3), torch.arange(27).reshape(9, 3)
     cuts = [len(starter.cut_microbatches({"response_mask": mask[:, :2], "prompts": p}, 9 * 2 + 3)) for p in (one_prompt, many)]
     assert cuts[0] == 1 and cuts[1] > 1  # a prompt that all have in common counts once
+
+
+def test_much_of_a_microbatch_is_padding():
+    """128 responses of 20 to 256 tokens, the size of a step on a GPU: less than a tenth is padding, in no more than a dozen microbatches."""
+    rng = random.Random(0)
+    lengths = [rng.randint(20, 256) for _ in range(128)]
+    batch = {"response_mask": torch.arange(256) < torch.tensor(lengths)[:, None], "prompts": torch.arange(16 * 99).reshape(16, 99).repeat_interleave(8, 0)}
+    cuts = starter.cut_microbatches(batch, 16_384)
+    assert sum(lengths) == sum(int(rows["response_mask"].sum()) for rows in cuts)
+    assert sum(rows["response_mask"].numel() for rows in cuts) < 1.11 * sum(lengths) and len(cuts) <= 12
+    short = {"response_mask": torch.arange(16) < torch.tensor([16] * 200 + [3] * 20)[:, None], "prompts": torch.zeros(220, 3)}
+    assert len(starter.cut_microbatches(short, 8_192)) == 1  # what is left is too little for one of its own
 
 
 def test_log_probs_see_padding_or_ignore_the_temperature(policy_and_tokenizer):
@@ -1436,6 +1463,22 @@ def test_two_ranks_learn_something_else_or_cannot_resume_elsewhere(checkpoint, t
     codes, output = torchrun(tmp_path / "program.py", checkpoint, tmp_path / "alone", '{"resume": true}', nodes=nodes)
     assert codes == [0] * nodes and "after step 4" in output, output[-3000:]
     compare(ranks_folder, alone)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_ranks_with_vllm_learn_something_else(checkpoint, tmp_path):
+    """Each rank has a vLLM of its own: rewards, lengths and losses are those of one process with vLLM."""
+    (tmp_path / "program.py").write_text(RANK_RUN)
+    changes = json.dumps(dict(engine="vllm", save_model=False, n_train_steps=3))
+    codes, output = torchrun(tmp_path / "program.py", checkpoint, tmp_path / "ranks", changes)
+    assert codes == [0] and "2 ranks" in output and "engine: vllm" in output, output[-3000:]
+    alone = subprocess.run([sys.executable, tmp_path / "program.py", checkpoint, tmp_path / "alone", changes], cwd=HERE, capture_output=True, text=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)})
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    one, two = (scalars(next(tmp_path.glob(f"{name}/20*"))) for name in ("alone", "ranks"))
+    for tag in ("train/reward_mean", "train/response_length", "train/loss", "train/kl_per_token", "train/grad_norm", "eval/reward_mean"):
+        assert [x for _, x in one[tag]] == pytest.approx([x for _, x in two[tag]], rel=5e-3, abs=1e-4), tag
 
 
 @pytest.mark.slow
@@ -2425,6 +2468,44 @@ def test_newcomer_reads_for_long_before_the_first_command():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# bench.py and what it published
+
+def test_slope_is_not_the_exponent_of_a_power_law():
+    assert bench.slope([(x, 3 * x ** 1.7) for x in (1, 2, 5, 10)]) == pytest.approx(1.7)
+
+
+def test_published_memory_is_not_what_the_formula_says():
+    rows = ablate_kl.last_rows("memory", "size", "leash")
+    assert {row["size"] for row in rows} == set(bench.SIZES)
+    for row in rows:
+        parts = sum(float(row[name]) for name in ("libraries", "weights", "gradients", "moments", "reference", "bf16 copies", "activations", "head"))
+        assert parts == pytest.approx(float(row["predicted_gb"]), abs=0.01) and 0.85 <= float(row["predicted_gb"]) / float(row["measured_gb"]) <= 1.15, row
+
+
+def test_published_ratio_is_not_that_of_its_medians():
+    for row in ablate_kl.last_rows("step", "size", "dtype", "leash"):
+        assert int(row["steps"]) >= 10 and float(row["ours_min_s"]) <= float(row["ours_s"]) <= float(row["ours_max_s"])
+        assert float(row["ratio"]) == pytest.approx(float(row["trl_s"]) / float(row["ours_s"]), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed")
+def test_bench_measures_another_step_than_it_says(tmp_path):
+    """Both sides take steps of 32 prompts x 8 responses of the same model; ours counts its tokens, TRL's reward sees all its responses."""
+    shape = dict(hidden=32, layers=1, heads=2, vocabulary=None, new_tokens=4)
+    bench.make_checkpoint(tmp_path, **shape)
+    ours, seconds, texts = bench.Ours(tmp_path, 4, True, False), [], []
+    first = ours.step()
+    assert first["time/total"] > 0 and ours.state["step"] == 1 and ours.state["tokens"] == round(first["train/response_length"] * 256)
+    with mock.patch.object(bench, "distinct", lambda text, problem: texts.append(text) or 0.5):
+        bench.trl_trainer(tmp_path, 4, True, False, 64, 2, seconds.append).train()
+    assert len(seconds) == 2 and len(texts) == 2 * 256
+    with mock.patch.dict(bench.SIZES, tiny=shape):
+        rows = bench.phases("tiny", True)
+    assert [row["phase"] for row in rows][-1] == "sync to a copy" and all(float(row["seconds"]) > 0 for row in rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Planted faults: `python test_starter.py --mutants` puts each into a copy of starter.py and expects the fast tier to fail
 
 MUTANTS = [  # what stands there, what the fault makes of it
@@ -2470,7 +2551,8 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("padded([r.prompt_ids[-1:] + r.response_ids[:-1] for r in responses], 0)", "padded([r.response_ids for r in responses], 0)"),
     ("mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)", "mask.sum(dim=1, keepdim=True).clamp(min=1)"),
     ('if loss_average == "dapo" else len(mask) * max_new_tokens', 'if loss_average == "dapo" else mask.numel()'),
-    ("if n and (n + 1) * width", "if n and n * width"),
+    ("or (n + 1) * width + len(read)", "or n * width + len(read)"),
+    ("if n and (wasteful or", "if n and (False or"),
     (" + len(read) * len(prompts[0]) > max_tokens", " > max_tokens"),
     ("ctx.temperature, ctx.logits_at_once = temperature, logits_at_once", "ctx.temperature, ctx.logits_at_once = 1.0, logits_at_once"),
     ("(top - higher).exp()", "torch.ones_like(top)"),
