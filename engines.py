@@ -5,11 +5,9 @@ from machine import InputError, RunStopped, TimedOut, random_states_kept, time_l
 
 import functools
 import gc
-import math
 import os
 
 import torch
-from torch.nn.functional import pad
 
 # --- drawing tokens ---------------------------------------------------------------------------------------------------
 
@@ -23,7 +21,7 @@ def first_above(weights, share):
     return index, (1 - (passed.gather(1, index) - share) / here).clamp(0, 1 - 1e-9)
 
 
-def draw_tokens(logits, uniform, temperature, logits_at_once=1 << 22):
+def draw_tokens(logits, uniform, temperature, logits_at_once=1 << 21):
     """(B, V) logits, (B, 1) uniform numbers -> (B, 1) tokens, (B, 1) their log-probs. Temperature 0 is greedy.
 
     Where the cumulative distribution passes the uniform number: first among blocks of 256 tokens, then within one,
@@ -31,11 +29,15 @@ def draw_tokens(logits, uniform, temperature, logits_at_once=1 << 22):
     """
     tokens, log_probs = [], []
     for part, share in zip(*(x.split(max(1, logits_at_once // logits.shape[1])) for x in (logits, uniform))):
-        logit = part.float() / (temperature or 1)  # (rows, V)
-        top, token = logit.max(dim=1, keepdim=True)
-        p = pad(logit - top, (0, -logit.shape[1] % 256), value=-math.inf).exp_().unflatten(1, (-1, 256))
+        logit = part.float() if temperature in (0, 1) else part.float() / temperature  # (rows, V)
+        top = logit.amax(dim=1, keepdim=True)
+        p = logit.new_zeros(len(logit), -(-logit.shape[1] // 256) * 256)  # whole blocks
+        torch.sub(logit, top, out=p[:, :logit.shape[1]]).exp_()
+        p = p.unflatten(1, (-1, 256))
         blocks = p.sum(dim=2)
-        if temperature:
+        if not temperature:
+            token = logit.argmax(dim=1, keepdim=True)
+        else:
             block, share = first_above(blocks, share)
             token = first_above(p.gather(1, block[..., None].expand(-1, 1, 256))[:, 0], share)[0] + 256 * block
         tokens.append(token), log_probs.append(logit.gather(1, token) - top - blocks.sum(dim=1, keepdim=True).log())

@@ -345,9 +345,10 @@ class ChunkedHead(torch.autograd.Function):
                 grad = p.mul_(slope)
                 if grad_label is not None:
                     grad[rows, columns] += grad_label[rows]
-                grad_hidden += grad @ weight[part]
+                grad = grad.to(hidden.dtype)
+                grad_hidden += grad @ weight[part].to(hidden.dtype)
                 if grad_weight is not None:
-                    grad_weight[part] = grad.T @ scaled
+                    grad_weight[part] = grad.T @ scaled.to(hidden.dtype)
         return (grad_hidden / ctx.temperature).to(hidden.dtype), grad_weight, None, None, None, None, None
 
 

@@ -67,8 +67,8 @@ def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
     sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     extra = dict(head_dim=32) if family == "Qwen3" else {}
     config = getattr(transformers, f"{family}Config")(
-        max_position_embeddings=256, tie_word_embeddings=tie, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, initializer_range=0.15, **(sizes | extra | changes))
+        tie_word_embeddings=tie, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        initializer_range=0.15, **(dict(max_position_embeddings=256) | sizes | extra | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -1390,7 +1390,7 @@ for tie in (True, False):
     batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
     found = []
     for model, reference in ((plain, ref_model), (starter.ranks.shard(policy), starter.ranks.shard(starter.copy.deepcopy(ref_model)))):
-        cut = starter.cut_microbatches(batch, 60) if model is plain else starter.ranks.own_microbatches(batch, 20 + 15 * starter.ranks.rank(), starter.cut_microbatches)
+        cut = starter.cut_microbatches(batch, 60) if model is plain else starter.ranks.own_microbatches(batch, [1, 1000][starter.ranks.rank()], starter.cut_microbatches)
         numbers = [len(cut), sum(rows["response_mask"].any().item() for rows in cut)]
         for rows in cut:
             starter.grpo_microbatch_step(model, rows, 0.2, reference, 0.1, kl_estimator="exact")
@@ -2515,13 +2515,13 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("lengths[:, None].repeat_interleave(group_size, dim=0)", "lengths[:, None].repeat(group_size, 1)", "shared_prompts.py"),
     ("positions + i, past", "positions + i + 1, past"),
     ("range(seed + start * group_size,", "range(seed,"),
-    ("if temperature:", "if True:", "engines.py"),
-    ("part.float() / (temperature or 1)", "part.float()", "engines.py"),
+    ("if not temperature:", "if False:", "engines.py"),
+    ("part.float() / temperature", "part.float()", "engines.py"),
     ("first_above(blocks, share)", "first_above(torch.ones_like(blocks), share)", "engines.py"),
     ("(1 - (passed.gather(1, index) - share) / here).clamp(0, 1 - 1e-9)", "share.clamp(0, 1 - 1e-9)", "engines.py"),
     ("(passed <= share)", "(passed < share)", "engines.py"),
     (" - top - blocks", " - blocks", "engines.py"),
-    ("value=-math.inf).exp_()", "value=0.0).exp_()", "engines.py"),
+    ("p = logit.new_zeros(len", "p = logit.new_ones(len", "engines.py"),
     ("end = row.index(eos_token_id) + 1 if", "end = row.index(eos_token_id) if"),
     (".add_(keys.mask)", "", "shared_prompts.py"),
     ("self.length += 1", "self.length = 1", "shared_prompts.py"),
@@ -2534,7 +2534,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("positions = (prompts >= 0).sum(dim=1, keepdim=True)", "positions = prompts.shape[1]", "shared_prompts.py"),
     (".tril().expand(n", ".expand(n", "shared_prompts.py"),
     ("return span_of_attention(model.config) == math.inf and", "return", "shared_prompts.py"),
-    ("if context > span:", "if False:", "checks.py"),
+    ("if context > span:", "if False:", "engines.py"),
     ("policy.eval()  # in train mode", "pass  # in train mode"),
     ("KeyError, ZeroDivisionError, SyntaxError", "KeyError, SyntaxError"),
     ("return -value(inner)", "return value(inner)"),
@@ -2570,7 +2570,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ("d = logits.sub_(ref_scaled @ ref_weight[part].T)", "d = logits.sub_(ref_scaled @ weight[part].T)"),
     ("grad[rows, columns] += grad_label[rows]", "grad[rows, columns] -= grad_label[rows]"),
     ("grad_hidden += grad @ weight[part]", "grad_hidden = grad @ weight[part]"),
-    ("grad_weight[part] = grad.T @ scaled", "grad_weight[part] = grad.T @ hidden.to(grad)"),
+    ("grad_weight[part] = grad.T @ scaled.to(hidden.dtype)", "grad_weight[part] = grad.T @ hidden"),
     ("(grad_hidden / ctx.temperature)", "(grad_hidden)"),
     ('rows | {"ref_hidden": response_hidden(ref_model, rows', 'rows | {"ref_hidden": response_hidden(policy, rows'),
     ('torch.set_float32_matmul_precision(before)\n', 'pass\n', "machine.py"),
@@ -2625,7 +2625,7 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ('rows.get("old_log_probs", found["log_probs"].detach())', 'found["log_probs"].detach()'),
     ("torch.where(mask, loss * rows[\"weights\"], 0.0).sum()", "torch.where(mask, loss * rows[\"weights\"], 0.0).mean()"),
     ("4 * first_diff", "400 * first_diff", "checks.py"),
-    ("mean, limit = diff.mean().item(), 1e-3", "mean, limit = diff.mean().item(), 1e-1", "checks.py"),
+    ("ranks.total(len(diff)), 1e-3", "ranks.total(len(diff)), 1e-1", "checks.py"),
     ("if not mean <= limit:", "if mean > limit:", "checks.py"),
     (").eval().requires_grad_(False) if leash else None", ").eval() if leash else None"),
     ("copy.deepcopy(policy).eval()", "policy.eval()"),
@@ -2635,12 +2635,12 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ('random.Random(f"{c.seed} {what}")', 'random.Random(f"{what}")'),
     ('random.Random(f"{c.seed} {what}")', 'random.Random(f"{c.seed}")'),
     ('share = rows["response_mask"].sum() / n_tokens', "share = 1 / len(microbatches)"),
-    ("policy.save_pretrained(run.folder", "init_policy(model_folder, c.device)[0].save_pretrained(run.folder"),
+    ("machine.save_model(policy,", "machine.save_model(init_policy(model_folder, c.device)[0],"),
     ("response_text[-200_000:].rpartition", "response_text.rpartition"), ("{1,200}", "+"), (", re.ASCII)", ")"), ("MemoryError, RecursionError):", "MemoryError):"),
     # what a resumed run must not forget, and what must not be done twice
     ("set_random_states(state)\n", "pass\n", "machine.py"),
     ("elif name in named:", "elif False:", "machine.py"),
-    ("parameter.copy_(named[name])", "pass", "machine.py"),
+    ("parameter.copy_(ranks.sharded_like(named[name].to(parameter.device), parameter))", "pass", "machine.py"),
     ('self.optimizer.state.get(parameter, {}).items():', '{}.items():', "machine.py"),
     ("random.seed(c.seed), ", "", "machine.py"),
     ("random.setstate((version, tuple(keys), gauss))", "pass", "machine.py"),
@@ -2670,20 +2670,20 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ('"max_tokens": max_tokens, "skipped"', '"max_tokens": c.max_tokens_per_microbatch, "skipped"'),
     ("for part in (slice(n), slice(n, None))", "for part in (slice(n), slice(n - 1, None))"),
     ("if all(n == len(rows", "if any(n == len(rows"),
-    ("if not machine.out_of_memory(error):", "if False:"),
+    ("not machine.out_of_memory(error):", "False:"),
     ("isinstance(error, torch.OutOfMemoryError) or ", "", "machine.py"),
     ("DefaultCPUAllocator: can't", "no allocator's words: can't", "machine.py"),
-    ("if self.signals or c.save_every and", "if c.save_every and", "machine.py"),
-    ("raise SystemExit(128 + self.signals[0])", "return", "machine.py"),
+    ("if signal_seen or c.save_every and", "if c.save_every and", "machine.py"),
+    ("raise SystemExit(128 + signal_seen)", "return", "machine.py"),
     (">= c.max_skipped:", "> c.max_skipped:", "machine.py"),
-    ("            except Exception:\n                if self.state and", "            except ZeroDivisionError:\n                if self.state and", "machine.py"),
+    ("            except Exception:\n                alone", "            except ZeroDivisionError:\n                alone", "machine.py"),
     ("self.state = state | random_states() | {\"log_sizes\": sizes}", "self.state = state", "machine.py"),
     ("self.state = state | random_states()", "self.state = self.state if self.state else state | random_states()", "machine.py"),
     ("(json.dumps(state))", "(json.dumps(state | random_states()))", "machine.py"),
     ("except (OSError, SafetensorError) as error:", "except SafetensorError as error:", "machine.py"),
     ("except (OSError, SafetensorError) as error:", "except OSError as error:", "machine.py"),
     ("                self.writer = None\n                print", "                print", "machine.py"),
-    ("if attempt == 2:", "if attempt == 3:", "engines.py"),
+    ("if attempt == 2 or", "if attempt == 3 or", "engines.py"),
     ("                        load_policy_into_vllm_instance(self.policy, self.llm)\n", "", "engines.py"),
     ("class TimedOut(BaseException)", "class TimedOut(Exception)", "machine.py"),
     ("rewards.append(float(if_broken if what else value))", "rewards.append(0.0 if what else float(value))", "checks.py"),
