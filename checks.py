@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import ranks
 from machine import InputError, RunStopped, TimedOut, check_out_dir, describe, short, time_limit, whole_checkpoint
+
 # --- the input table: what each number in main() must be ------------------------------------------------------------
 
 def plain(value):
@@ -82,8 +83,7 @@ RULES = [  # what is required, whether a value is that, {name: value that works}
     (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
     (*at_least(16), dict(max_tokens_per_microbatch=16_384)),
     (*between(0, 0.99), dict(clip_range=0.2)), (*between(0, 1), dict(weight_decay=0.0)),
-    (*between(0, 10), dict(eval_temperature=0.0)),
-    (*between(0.01, 10), dict(temperature=1.0)),
+    (*between(0, 10), dict(eval_temperature=0.0)), (*between(0.01, 10), dict(temperature=1.0)),
     (*between(0.05, 0.95), dict(gpu_mem_util=0.4)),
     (*between(0.001, 10**6), dict(engine_seconds=1800, reward_seconds=10)),
     ("a number", is_number, dict(reward_threshold=0.8)),
@@ -401,7 +401,7 @@ def check_log_probs(microbatches, step, first_diff, bf16):
     import torch
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
-    largest = {"diff": max(diff.tolist(), default=0), "drift": max(drift.tolist(), default=0)}
+    largest = {name: x.max().item() if len(x) else 0.0 for name, x in (("diff", diff), ("drift", drift))}
     most = ranks.total(largest, largest=True)
     mean, limit = ranks.total(diff.sum().item()) / ranks.total(len(diff)), 1e-3
     if bf16:

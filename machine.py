@@ -436,8 +436,10 @@ def matmuls_in(dtype):
     import torch
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)
-    yield
-    torch.set_float32_matmul_precision(before)
+    try:
+        yield
+    finally:  # memory may run out inside, and the run go on
+        torch.set_float32_matmul_precision(before)
 
 
 def peak_memory_gb():

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import starter
+import shared_prompts  # noqa: F401  registers that attention
 
 import torch
 import torch.nn.functional as F
@@ -132,10 +133,11 @@ def make_tiny(
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     print(f"building {folder.name}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(ids):,} examples")
     fit(model, ids, labels, steps, batch_size, lr)
+    model.set_attn_implementation("starter")  # with which transformers samples here
 
     skills = [problem for skill in SKILLS for problem in make_skill(skill, 125, True, seed)]
     c = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, temperature=1.0, reward=starter.reward_fn,
-                        reward_seconds=10.0, reward_if_broken=None)
+                        reward_seconds=10.0, reward_if_broken=None, bf16=False)
     problems = starter.tasks.make_countdown(500, held_out=True, seed=seed, **COUNTDOWN)
     can, _ = starter.evaluate(model.eval(), None, tokenizer, problems, skills, c)
     unfinished = folder.with_name(f"{folder.name}.unfinished.{os.getpid()}")  # a killed build leaves no half model

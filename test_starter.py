@@ -93,6 +93,13 @@ def tiny_model():
     return starter.machine.find_model("tiny")
 
 
+def test_built_in_model_cannot_be_built(tmp_path):
+    """The README's first command in a fresh clone: two steps of its training, its evaluation, its files."""
+    folder = make_tiny.make_tiny(tmp_path / "tiny", steps=2)
+    assert {"config.json", "model.safetensors", "retention.jsonl"} <= {path.name for path in folder.iterdir()}
+    starter.init_policy(folder, CPU)
+
+
 def variety(text, problem):
     """A reward that random weights can earn: distinct characters."""
     return len(set(text)) / 10
@@ -301,6 +308,8 @@ def test_head_in_bf16_rounds_rotary_positions():
         assert torch.get_float32_matmul_precision() == before
     with machine.matmuls_in(torch.bfloat16):
         assert torch.get_float32_matmul_precision() == "medium"
+    with pytest.raises(RuntimeError), machine.matmuls_in(torch.bfloat16):
+        raise RuntimeError("out of memory")
     assert torch.get_float32_matmul_precision() == before and (x @ torch.ones(1, 4) == 1001).all()
 
 
@@ -893,6 +902,13 @@ def test_warning_is_said_again_each_step_or_after_resume(checkpoint, tmp_path):
         with mock.patch.object(checks, "warning_signs", say):
             starter.main(**settings(checkpoint, tmp_path, eval_every=0, save_every=1, n_train_steps=n_steps, resume=resume))
         assert heard[0 if resume else 1:-1] == ([(3, ["drift"])] if resume else [(1, []), (2, ["drift"])])  # without the evaluations
+
+
+def test_canary_overlooks_a_number_that_is_not_one():
+    """A reference whose log-prob is nan, between others that agree."""
+    rows = {"response_mask": torch.ones(1, 3, dtype=torch.bool), "old_log_probs": torch.zeros(1, 3), "rollout_log_probs": torch.zeros(1, 3)}
+    with pytest.raises(RunStopped, match="differs from its own copy by nan"):
+        starter.check_log_probs([rows | {"ref_log_probs": torch.tensor([[0.0, math.nan, 0.0]])}], 1, None, False)
 
 
 def test_two_seeds_or_two_steps_sample_alike(checkpoint, tmp_path):

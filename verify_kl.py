@@ -299,7 +299,7 @@ def tiny_rows(batches=24, scale=0.02):
     gradients, kls = {way: [] for way in ways}, []
     for seed in range(batches):
         responses = starter.rollout(policy, None, prompts, group_size=8, max_new_tokens=numbers["max_new_tokens"],
-                                    temperature=1.0, seed=seed, eos_token_id=tokenizer.eos_token_id)
+                                    temperature=1.0, seed=1000 * seed, eos_token_id=tokenizer.eos_token_id)
         batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
         batch["weights"] = starter.token_weights(batch["response_mask"], "dr_grpo", 1)  # sum over a response, then mean
         for estimator, place in ways:
