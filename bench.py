@@ -99,7 +99,7 @@ class Ours:
         self.c = configuration(folder, new_tokens, bf16, leash, **changes)
         self.policy, self.tokenizer = starter.init_policy(folder, torch.device(device))
         self.reference = starter.copy.deepcopy(self.policy).requires_grad_(False) if leash else None
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, fused=True, weight_decay=0.0)
         self.problems, _ = starter.tasks.countdown_problems(self.c)
         self.state, self.seconds = {}, {}
         quiet = lambda *args: None

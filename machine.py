@@ -341,11 +341,10 @@ def load_checkpoint(folder, state, policy, optimizer):
             if path.stem == "weights":
                 with torch.no_grad():
                     parameter.copy_(ranks.sharded_like(named[name].to(parameter.device), parameter))
-            elif name in named:  # AdamW's count of steps stays on the CPU, where it makes it
-                moment = named[name]
-                if path.stem != "step":
-                    moment = ranks.sharded_like(moment.to(parameter.device), parameter)
-                optimizer.state[parameter][path.stem] = moment
+            elif name in named:
+                moment = named[name].to(parameter.device)
+                whole = path.stem == "step"  # AdamW's count of steps: a number, on every rank
+                optimizer.state[parameter][path.stem] = moment if whole else ranks.sharded_like(moment, parameter)
     set_random_states(state)
 
 

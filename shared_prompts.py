@@ -11,10 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class Shared(NamedTuple):
-    """Keys or values while sampling: of P prompts, and of the B = P * G responses so far."""
+    """Keys or values while sampling: of P prompts, and of G responses to each so far."""
     prompts: torch.Tensor  # (P, kv_heads, L, d)
-    responses: torch.Tensor  # (B, kv_heads, t, d)
-    mask: torch.Tensor  # (P, 1, 1, L), added to the scores
+    responses: torch.Tensor  # (P, kv_heads, G, t, d)
+    mask: torch.Tensor  # (P, kv_heads, 1, L), added to the scores
 
 
 class SharedLayer(DynamicLayer):
@@ -22,17 +22,20 @@ class SharedLayer(DynamicLayer):
 
     def __init__(self, layer, mask, group_size, room):
         super().__init__()
-        self.mask, self.is_initialized, self.length = mask, True, 0
-        self.prompts = layer.keys.to(layer.values.dtype), layer.values  # norms leave keys in float32 under autocast
-        self.keys, self.values = (x.new_empty(len(x) * group_size, x.shape[1], room, x.shape[3]) for x in self.prompts)
+        n_prompts, kv, _, d = layer.keys.shape
+        self.prompts = layer.keys.to(mask.dtype), layer.values.to(mask.dtype)  # norms leave float32 under autocast
+        self.keys, self.values = mask.new_empty(2, n_prompts, kv, group_size, room, d)
+        self.mask, self.is_initialized, self.length = mask.expand(-1, kv, -1, -1), True, 0
 
     def get_seq_length(self):
         return self.prompts[0].shape[2] + self.length
 
     def update(self, keys, values, *args, **kwargs):
-        self.keys[:, :, self.length], self.values[:, :, self.length] = keys[:, :, 0], values[:, :, 0]
+        n_prompts, _, group, _, _ = self.keys.shape
+        for own, new in ((self.keys, keys), (self.values, values)):  # new: (B, kv_heads, 1, d)
+            own[:, :, :, self.length] = new[:, :, 0].unflatten(0, (n_prompts, group)).transpose(1, 2)
         self.length += 1
-        return tuple(Shared(prompts, own[:, :, :self.length], self.mask)
+        return tuple(Shared(prompts, own[:, :, :, :self.length], self.mask)
                      for prompts, own in zip(self.prompts, (self.keys, self.values)))
 
 
@@ -42,22 +45,17 @@ def softmax(scores):
 
 
 def shared_attention(query, keys, values, scaling):
-    """(B, heads, 1, d) queries of one new token -> (B, heads, 1, d). A group's queries meet their prompt together."""
-    (n, heads, _, d), (n_prompts, kv, length, _) = query.shape, keys.prompts.shape
-    group, per_kv = n // n_prompts, heads // kv
-
-    def by_prompt(x):  # (B, kv, per_kv, y) -> (P, kv, group * per_kv, y)
-        return x.reshape(n_prompts, group, kv, per_kv, -1).transpose(1, 2).reshape(n_prompts, kv, group * per_kv, -1)
-
-    def by_response(x):  # and back
-        return x.view(n_prompts, kv, group, per_kv, -1).transpose(1, 2).reshape(n, kv, per_kv, -1)
-
-    query = (query * scaling).to(values.responses.dtype).reshape(n, kv, per_kv, d)
-    to_prompts = by_response((by_prompt(query) @ keys.prompts.mT).add_(keys.mask))
-    scores = torch.cat([to_prompts, query @ keys.responses.mT], dim=-1)
-    weights = softmax(scores)
-    out = by_response(by_prompt(weights[..., :length]) @ values.prompts) + weights[..., length:] @ values.responses
-    return out.reshape(n, heads, 1, d)
+    """(B, heads, 1, d) queries of one new token -> (B, 1, heads, d). A group's queries meet their prompt together."""
+    (n_prompts, kv, group, t, d), length = keys.responses.shape, keys.prompts.shape[2]
+    by_prompt, by_response = (n_prompts * kv, -1), (n_prompts * kv * group, -1)  # the same memory, matrices of both
+    query = (query * scaling).to(keys.responses.dtype).view(n_prompts, group, kv, -1, d).transpose(1, 2).contiguous()
+    with torch.autocast(query.device.type, enabled=False):  # the cache has the dtype that is quickest here
+        to_prompts = torch.baddbmm(keys.mask.flatten(0, 1), query.view(*by_prompt, d), keys.prompts.flatten(0, 1).mT)
+        to_responses = torch.bmm(query.view(*by_response, d), keys.responses.flatten(0, 2).mT).view(*by_prompt, t)
+        to_prompts, to_responses = softmax(torch.cat([to_prompts, to_responses], dim=2)).split([length, t], dim=2)
+        out = torch.bmm(to_prompts, values.prompts.flatten(0, 1)).view(*by_response, d)
+        out = torch.baddbmm(out, to_responses.reshape(*by_response, t), values.responses.flatten(0, 2))
+    return out.view(n_prompts, kv, group, -1, d).transpose(1, 2).reshape(n_prompts * group, 1, -1, d)
 
 
 def added(allowed, dtype):
@@ -65,14 +63,38 @@ def added(allowed, dtype):
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -1e30)
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+# largest T * K so far at which that was the quicker, forward and backward (2 cores, AVX-512, head size 32 and 64)
+MULTIPLIED_OUT = {torch.bfloat16: 256 * 256, torch.float32: 128 * 144}
+
+
+def packed_attention(module, query, key, value, mask, scaling, which):
+    """(1, heads, P * L + B * T, d), prompts before responses -> (1, P * L + B * T, heads, d). which: (B,) the prompt of
+    each response; mask: (B, 1, T, L + T) for the responses."""
+    n, _, length, prompt_length = *mask.shape[:3], mask.shape[3] - mask.shape[2]
+
+    def unpacked(x):  # -> (P, heads, L, d), (B, heads, T, d)
+        prompts, responses = x[0].split([x.shape[2] - n * length, n * length], dim=1)
+        return (prompts.unflatten(1, (-1, prompt_length)).transpose(0, 1),
+                responses.unflatten(1, (n, length)).transpose(0, 1))
+
+    (query, own_query), *both = map(unpacked, (query, key.to(value.dtype), value))
+    of_prompts = attention(module, query, *(prompts for prompts, _ in both), None, scaling)[0]
+    keys_values = (torch.cat([prompts.index_select(0, which), own], dim=2) for prompts, own in both)
+    of_responses = attention(module, own_query, *keys_values, mask, scaling)[0]
+    return torch.cat([of_prompts.flatten(0, 1), of_responses.flatten(0, 1)])[None]
+
+
+def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, responses_of=None, **kwargs):
     """transformers' attention interface. On a CPU short rows are multiplied out: torch's fused kernel is up to twice
     as slow there. attention_mask: (B, 1, T, K), added to the scores, or True where a query may look, or None: causal.
-    -> (B, T, heads, d)."""
+    responses_of: which of packed_attention. -> (B, T, heads, d)."""
     if isinstance(key, Shared):
-        return shared_attention(query, key, value, scaling).transpose(1, 2), None
+        return shared_attention(query, key, value, scaling), None
+    if responses_of is not None:
+        return packed_attention(module, query, key, value, attention_mask, scaling, responses_of), None
     (n, heads, length, d), (_, kv, n_keys, _) = query.shape, key.shape
-    if query.device.type != "cpu" or length * n_keys > 256 * 256 or dropout or kwargs.get("position_bias") is not None:
+    limit = MULTIPLIED_OUT.get(value.dtype, 0)
+    if query.device.type != "cpu" or length * n_keys > limit or dropout or kwargs.get("position_bias") is not None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling,
                                                dropout=dropout, **kwargs)
     if attention_mask is None:
@@ -89,6 +111,12 @@ ALL_ATTENTION_FUNCTIONS.register("starter", attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register("starter", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
+def compute_dtype(model):
+    """-> dtype of queries and keys: autocast's where that is on, else the weights'."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
 def padded(rows, device):
     """Lists of ids -> (P, L) ids padded on the right with 0, (P, L) False where they are, lengths (P,)."""
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -101,8 +129,9 @@ def read_prompts(model, prompts, group_size, room):
     and the position of their first token (B, 1)."""
     ids, known, lengths = padded(prompts, model.device)
     out = model.base_model(input_ids=ids, use_cache=True)  # padding on the right needs no mask here
+    cpu = model.device.type == "cpu"  # bf16 takes up to four times as long as float32 there, for matrices as small
+    mask = added(known[:, None, None], torch.float32 if cpu else compute_dtype(model))
     layers = out.past_key_values.layers
-    mask = added(known[:, None, None], layers[0].values.dtype)
     layers = [SharedLayer(layer, mask, group_size, room) for layer in layers]
     last = out.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
     return last, Cache(layers=layers), lengths[:, None].repeat_interleave(group_size, dim=0)
@@ -115,30 +144,26 @@ def span_of_attention(config):
     return window if kinds <= {"full_attention", "sliding_attention"} else 0
 
 
-def shares_prompts(model):
-    """Gradient checkpointing keeps no keys; a window or another kind of attention needs masks of its own."""
-    return span_of_attention(model.config) == math.inf and not (model.is_gradient_checkpointing and model.training)
-
-
 def hidden_after_prompts(model, prompts, input_ids):
     """(B, L) prompts padded on the right with -1, (B, T) ids that follow them -> (B, T, H) last hidden states.
 
-    A prompt that many rows have in common is read once.
+    A prompt that many rows have in common is read once, in one row with all that follows, where every layer's attention
+    is the one above and looks back without end.
     """
     (n, length), device = input_ids.shape, input_ids.device
-    if not shares_prompts(model):
+    if model.config._attn_implementation != "starter" or span_of_attention(model.config) < math.inf:
         known = torch.cat([prompts >= 0, torch.ones_like(input_ids, dtype=torch.bool)], dim=1)
         ids, positions = torch.cat([prompts.clamp(min=0), input_ids], dim=1), (known.cumsum(1) - 1).clamp(min=0)
         out = model.base_model(input_ids=ids, attention_mask=known.long(), position_ids=positions, use_cache=False)
         return out.last_hidden_state[:, prompts.shape[1]:]
     distinct, which = prompts.unique(dim=0, return_inverse=True)  # (P, L), (B,)
-    read = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
-    cache = read.past_key_values
-    for layer in cache.layers:  # index_select: the backward pass of an index is eight times as slow
-        layer.keys, layer.values = layer.keys.index_select(0, which), layer.values.index_select(0, which)
     known = (prompts >= 0)[:, None, None].expand(-1, 1, length, -1)
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(n, 1, -1, -1)
     positions = (prompts >= 0).sum(dim=1, keepdim=True) + torch.arange(length, device=device)
-    mask = added(torch.cat([known, causal], dim=3), layer.values.dtype)
-    out = model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    return out.last_hidden_state + 0 * read.last_hidden_state.sum()  # its gradient makes FSDP2 gather weights again
+    of_prompts = torch.arange(prompts.shape[1], device=device).expand(len(distinct), -1)
+    ids, positions = (torch.cat([x.flatten(), y.flatten()])[None]
+                      for x, y in ((distinct.clamp(min=0), input_ids), (of_prompts, positions)))
+    mask = added(torch.cat([known, causal], dim=3), compute_dtype(model))
+    out = model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False,
+                           responses_of=which)
+    return out.last_hidden_state[0, distinct.numel():].view(n, length, -1)

@@ -36,7 +36,6 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.functional import softplus
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,7 +237,8 @@ def make_batch(responses, advantages, device):
     """-> dict of (B, T) tensors, padded on the right; advantages (B, 1); prompts (B, L) but for their last token, which
     is the first of input_ids, padded with -1. The mask comes from lengths: EOS may well be the pad id."""
     def padded(rows, value, dtype=torch.long):
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=value)
+        width = max(map(len, rows))
+        return torch.tensor([row + [value] * (width - len(row)) for row in rows], dtype=dtype)
 
     labels, lengths = padded([r.response_ids for r in responses], 0), [len(r.response_ids) for r in responses]
     batch = {"prompts": padded([r.prompt_ids[:-1] for r in responses], -1), "labels": labels,
@@ -848,7 +848,8 @@ def main(
     if ranks.world() > 1:
         llm = llm or copy.deepcopy(policy)
         ranks.shard(policy), leash and ranks.shard(ref_model)
-    optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), weight_decay=c.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), fused=True,
+                                  weight_decay=c.weight_decay)
     if checkpoint:
         checks.check_start(state, start, c)
         machine.load_checkpoint(checkpoint, state, policy, optimizer)
@@ -934,11 +935,13 @@ def test_clip_takes_the_larger_side():
 def tiny_step(max_tokens, loss_average="dapo", **settings):
     """Gradient of one whole step on a 2-layer random model and ragged random responses, cut at max_tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    import shared_prompts  # noqa: F401  it registers the attention named below
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = Qwen3ForCausalLM(Qwen3Config(
             vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8, num_attention_heads=4,
             num_key_value_heads=2, tie_word_embeddings=True)).eval()
+        policy.set_attn_implementation("starter")
         ref_model = copy.deepcopy(policy).requires_grad_(False)
         ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)  # tied: the reference differs everywhere
     responses = [Response(list(range(n % 5 + 1)), [(5 * n + i * i) % 32 for i in range(n)], [-3.4] * n, True)
