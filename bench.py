@@ -7,6 +7,8 @@
     python bench.py --figure            draws figures/bench_growth.png from it (needs matplotlib)
     python bench.py --memory            measured peaks beside those of the formula -> bench_memory.csv
     python bench.py --learning          the default run, leash off and on, three seeds -> bench_learning.csv
+    python bench.py --scaling           one rank beside two, a thread each, as many rows for each -> bench_scaling.csv
+    python bench.py --start             from the start of python starter.py to its first step -> bench_start.csv
     python bench.py --card              everything on this GPU (without one: a rehearsal, small) -> bench_card.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights, so that most
@@ -18,6 +20,7 @@ import starter  # first: it sets variables that torch reads when it is imported
 import argparse
 import csv
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -206,11 +209,13 @@ def side_by_side(size, bf16, leash, steps):
                "ours_s": f"{medians[0]:.3f}", "ours_min_s": f"{min(a for a, _ in pairs):.3f}",
                "ours_max_s": f"{max(a for a, _ in pairs):.3f}", "trl_s": f"{medians[1]:.3f}",
                "trl_min_s": f"{min(b for _, b in pairs):.3f}", "trl_max_s": f"{max(b for _, b in pairs):.3f}",
-               "ratio": f"{statistics.median(ratios):.2f}", "trl_rows_at_once": rows, "ours_tokens_at_once": OUR_TOKENS[size]}
+               "ratio": f"{statistics.median(ratios):.2f}", "trl_rows_at_once": rows,
+               "ours_tokens_at_once": OUR_TOKENS[size]}
         row |= {f"{part}_s": f"{ours.seconds[f'time/{part}']:.3f}" for part in ("rollout", "update")}
         peak = lambda side, rows: f"{peak_gb(side, folder, size, bf16, leash, rows):.2f}"
-        row |= {"ours_gb": peak("ours", None), "trl_gb": peak("trl", rows), "trl_most_rows": TRL_ROWS[size][0],
-                "trl_gb_most_rows": peak("trl", TRL_ROWS[size][0])}
+        of_trl = {n: peak("trl", n) for n in {rows, TRL_ROWS[size][0]}}
+        row |= {"ours_gb": peak("ours", None), "trl_gb": of_trl[rows], "trl_most_rows": TRL_ROWS[size][0],
+                "trl_gb_most_rows": of_trl[TRL_ROWS[size][0]]}
         return row
 
 
@@ -353,6 +358,7 @@ def predicted_gb(shape, responses, prompts, bf16=True, leash=False, checkpointin
     n_weights = c.num_hidden_layers * layer + head * (1 if c.tie_word_embeddings else 2)
     n_tokens = min(budget, responses["all"] + prompts["all"])
     n_scored = n_tokens * responses["all"] / (responses["all"] + prompts["all"])
+    logits = n_scored * min(c.vocab_size, max(256, (1 << 22) / n_scored))  # of one slice
     scores = c.num_attention_heads * keys if on_cpu and not checkpointing else 0
     kept = 26 * h + 14 * q + 16 * k + 8 * mlp + 6 * scores if bf16 else 24 * h + 12 * q + 20 * k + 16 * mlp + 4 * scores
     layers = (kept + 4 * h * c.num_hidden_layers) if checkpointing else kept * c.num_hidden_layers
@@ -360,7 +366,7 @@ def predicted_gb(shape, responses, prompts, bf16=True, leash=False, checkpointin
              "moments": 8 * n_weights, "reference": 4 * n_weights * leash,
              "bf16 copies": 2 * c.num_hidden_layers * layer * (2 if leash else 1) * bf16,
              "activations": n_tokens * (layers + 2 * kept) + 14 * h * n_scored,
-             "head": 4 * head + 5 * 4 * max(1 << 22, 256 * n_scored)}
+             "head": 4 * head + 5 * 4 * logits}
     return {name: size / 1e9 for name, size in parts.items()}
 
 
@@ -400,6 +406,61 @@ def learning(seeds=(0, 1, 2)):
                          "other_skills": f"{statistics.mean(kept):.4f}",
                          "kl_per_token": f"{found['kl_per_token']:.4f}", "seconds": f"{found['seconds']:.1f}",
                          "tokens_per_s": f"{found['tokens_per_s']:.0f}"})
+    return rows
+
+
+def scaling(sizes, steps=10, rows_of_a_rank=256):
+    """-> rows: a step of one process, of two ranks with twice the rows, and of two processes that know nothing of each
+    other, which is what the machine itself loses; a thread each; medians, there and back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    rows = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            folder, settings = Path(folder), {name: values[0] for name, values in starter.DEFAULTS.items()}
+            make_checkpoint(folder / "model", **SIZES[size])
+            settings |= dict(model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2, eval_every=0,
+                             max_new_tokens=SIZES[size]["new_tokens"], n_eval_problems=8, save_every=0, save_model=False,
+                             bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size], learning_rate=1e-6)
+            (folder / "program.py").write_text(
+                f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\n"
+                "starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
+                f"({settings!r} | dict(rollout_batch_size=int(sys.argv[2]))))\n")
+            for ranks, processes in ((1, 1), (2, 1), (1, 2), (1, 2), (2, 1), (1, 1)):
+                outs = [folder / f"runs{len(rows)}_{i}" for i in range(processes)]
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+                running = [subprocess.Popen([*command, "program.py", out, str(ranks * rows_of_a_rank)], cwd=folder,
+                                            stdout=subprocess.DEVNULL,
+                                            env=os.environ | {"OMP_NUM_THREADS": "1"}) for out in outs]
+                if any(process.wait() for process in running):
+                    raise RuntimeError(f"{command} failed")
+                logs = [EventAccumulator(str(next(out.iterdir()))).Reload() for out in outs]
+                rows.append({"size": size, "ranks": ranks, "processes": processes, "rows_of_a_rank": rows_of_a_rank,
+                             "steps": steps} | {f"{part}_s": "%.3f" % statistics.median(
+                                 event.value for log in logs for event in log.Scalars(f"time/{part}")[2:])
+                                 for part in ("total", "rollout", "update")})
+    return rows
+
+
+def start_to_first_step(runs=5):
+    """-> rows: seconds from the start of python starter.py to its first finished step, and of the first evaluation in
+    between; the built-in model is built already."""
+    program = ("import time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, log = [], "
+               "starter.evaluate, starter.log_train\n"
+               "def timed(*args):\n    marks.append(time.time())\n    found = evaluate(*args)\n"
+               "    marks.append(time.time())\n    return found\n"
+               "def logged(*args):\n    marks.append(time.time())\n    return log(*args)\n"
+               "starter.evaluate, starter.log_train = timed, logged\n"
+               "starter.main(n_train_steps=1, out_dir=sys.argv[1], save_model=False, engine='transformers')\n"
+               "print('found', marks[2] - start, marks[1] - marks[0])")
+    rows = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            before = time.time()
+            run = subprocess.run([sys.executable, "-c", "import sys\n" + program, folder], cwd=HERE, capture_output=True,
+                                 text=True, check=True)
+        _, first_step, evaluation = run.stdout.splitlines()[-1].split()
+        rows.append({"first_step_s": f"{float(first_step):.2f}", "first_evaluation_s": f"{float(evaluation):.2f}",
+                     "whole_process_s": f"{time.time() - before:.2f}"})
     return rows
 
 
@@ -492,7 +553,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--leash", default="off", choices=("off", "on"))
     parser.add_argument("--steps", type=int, default=10)
-    for part in ("phases", "growth", "figure", "memory", "learning", "card"):
+    for part in ("phases", "growth", "figure", "memory", "learning", "scaling", "start", "card"):
         parser.add_argument(f"--{part}", action="store_true")
     arguments, made = parser.parse_args(), []
     warnings.filterwarnings("ignore")
@@ -505,6 +566,10 @@ if __name__ == "__main__":
         made = append("memory", memory(arguments.sizes, bf16, leash))
     elif arguments.learning:
         made = append("learning", learning())
+    elif arguments.scaling:
+        made = append("scaling", scaling(arguments.sizes))
+    elif arguments.start:
+        made = append("start", start_to_first_step())
     elif arguments.card:
         made = append("card", card())
     else:

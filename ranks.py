@@ -88,12 +88,20 @@ def total(numbers, largest=False):
 
 
 def own_microbatches(batch, max_tokens, cut):
-    """The step's batch -> this rank's microbatches: every world()-th row by length, so that ranks have like work. All
-    ranks have the same number, since their gradients are summed after each: empty ones make up for it."""
+    """The step's batch -> this rank's microbatches. A prompt's responses stay together, since it is read once for them;
+    prompts go, those with the longest responses first, to the rank with the least work so far. All ranks have the same
+    number, since their gradients are summed after each: empty ones make up for it."""
     if world() == 1:
         return cut(batch, max_tokens)
-    order = batch["response_mask"].sum(dim=1).argsort(descending=True, stable=True)[rank()::world()]
-    cuts = cut({name: tensor[order] for name, tensor in batch.items()}, max_tokens)
-    empty = {name: tensor[:1] for name, tensor in cuts[-1].items()}
+    prompts, prompt_of = batch["prompts"].unique(dim=0, return_inverse=True)
+    work = prompt_of.bincount(batch["response_mask"].sum(dim=1).double()) + (prompts >= 0).sum(dim=1)
+    given, mine = [0.0] * world(), []
+    for prompt in work.argsort(descending=True, stable=True).tolist():
+        least = given.index(min(given))
+        given[least] += work[prompt].item()
+        mine += [prompt] * (least == rank())
+    mine = torch.isin(prompt_of, torch.tensor(mine, dtype=torch.long, device=prompt_of.device))
+    cuts = cut({name: tensor[mine] for name, tensor in batch.items()}, max_tokens)
+    empty = {name: tensor[:1] if name == "prompts" else tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     return cuts + [empty] * (int(total(len(cuts), largest=True)) - len(cuts))

@@ -263,22 +263,22 @@ def token_weights(response_mask, loss_average, max_new_tokens):
 def cut_microbatches(batch, max_tokens):
     """-> microbatches, longest rows first, each of at most max_tokens padded tokens with its prompts, or of one row.
 
-    8 % of one is padding at most, unless it or what is left is below max_tokens / 32: small ones are slow.
+    8 % of all so far is padding at most, unless one or what is left is below max_tokens / 32: small ones are slow.
     """
-    lengths, cuts = batch["response_mask"].sum(dim=1).clamp(min=1).tolist(), []
+    lengths, cuts, before, small = batch["response_mask"].sum(dim=1).clamp(min=1).tolist(), [], 0.0, max_tokens // 32
     prompts, order = list(map(tuple, batch["prompts"].tolist())), sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
         width, n, read, held = lengths[order[0]], 0, set(), 0  # a prompt is read once in a microbatch
         left = sum(lengths[row] for row in order)
         for row in order:
             read.add(prompts[row])
-            wasteful = 0.92 * (n + 1) * width > held + lengths[row] and min(n * width, left - held) >= max_tokens // 32
+            wasteful = before + 0.92 * (n + 1) * width > held + lengths[row] and min(n * width, left - held) >= small
             if n and (wasteful or (n + 1) * width + len(read) * len(prompts[0]) > max_tokens):
                 break
             n, held = n + 1, held + lengths[row]
         cuts.append({name: tensor[order[:n]] if name == "prompts" else tensor[order[:n], :width]
                      for name, tensor in batch.items()})
-        order = order[n:]
+        order, before = order[n:], before + 0.92 * n * width - held
     return cuts
 
 
