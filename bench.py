@@ -418,9 +418,9 @@ def scaling(sizes, steps=10, rows_of_a_rank=256):
         with tempfile.TemporaryDirectory() as folder:
             folder, settings = Path(folder), {name: values[0] for name, values in starter.DEFAULTS.items()}
             make_checkpoint(folder / "model", **SIZES[size])
-            settings |= dict(model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2, eval_every=0,
-                             max_new_tokens=SIZES[size]["new_tokens"], n_eval_problems=8, save_every=0, save_model=False,
-                             bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size], learning_rate=1e-6)
+            settings |= dict(model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2,
+                             eval_every=0, max_new_tokens=SIZES[size]["new_tokens"], n_eval_problems=8, save_every=0,
+                             save_model=False, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size], learning_rate=1e-6)
             (folder / "program.py").write_text(
                 f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\n"
                 "starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
@@ -456,8 +456,8 @@ def start_to_first_step(runs=5):
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             before = time.time()
-            run = subprocess.run([sys.executable, "-c", "import sys\n" + program, folder], cwd=HERE, capture_output=True,
-                                 text=True, check=True)
+            run = subprocess.run([sys.executable, "-c", "import sys\n" + program, folder], cwd=HERE, check=True,
+                                 capture_output=True, text=True)
         _, first_step, evaluation = run.stdout.splitlines()[-1].split()
         rows.append({"first_step_s": f"{float(first_step):.2f}", "first_evaluation_s": f"{float(evaluation):.2f}",
                      "whole_process_s": f"{time.time() - before:.2f}"})
