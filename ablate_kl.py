@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -641,11 +642,46 @@ def learning_table():
                      "in the sweep", "training, s", "response tokens/s"], lines)
 
 
+def growth_table():
+    """Exponents of the power laws through the measured points."""
+    import bench
+    rows, lines = read_csv(RESULTS / "bench_growth.csv"), []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        points = {phase: [(float(row["x"]), float(row["seconds"])) for row in rows
+                          if (row["what"], row["phase"]) == (what, phase)] for phase in ("update", "rollout")}
+        ends = [f"{x:.0f}: {1000 * seconds:.0f} ms" for x, seconds in (points["update"][0], points["update"][-1])]
+        lines.append([f"`{what}`", *ends, *(f"{bench.slope(points[phase]):.2f}" for phase in ("update", "rollout"))])
+    return markdown(["what grows", "least, an update", "most, an update", "exponent of the update", "of the rollout"],
+                    lines)
+
+
+def scaling_table():
+    """Seconds of a step as processes are added, each with as many rows; beside one alone."""
+    rows, lines, names = read_csv(RESULTS / "bench_scaling.csv"), [], {
+        ("1", "1"): "one process", ("1", "2"): "two that know nothing of each other", ("2", "1"): "two ranks"}
+    seconds = lambda size, kind: statistics.mean(float(row["total_s"]) for row in rows if (
+        row["size"], row["ranks"], row["processes"]) == (size, *kind))
+    for size in dict.fromkeys(row["size"] for row in rows):
+        alone = seconds(size, ("1", "1"))
+        lines += [[size, name, f"{seconds(size, kind):.2f}", f"{alone / seconds(size, kind):.2f}"]
+                  for kind, name in names.items()]
+    return markdown(["model", "processes, a thread each", "s a step", "weak scaling"], lines)
+
+
+def start_table():
+    rows = read_csv(RESULTS / "bench_start.csv")
+    first, evaluation = ([float(row[name]) for row in rows] for name in ("first_step_s", "first_evaluation_s"))
+    cells = [f"{x:.1f}" for x in (statistics.median(first), min(first), max(first), statistics.median(evaluation))]
+    return markdown(["runs", "start to first finished step, s: median", "smallest", "largest",
+                     "of it the first evaluation, s"], [[str(len(rows)), *cells]])
+
+
 TABLES = {"coefficients": coefficient_table, "estimators": estimator_table, "methods": method_table,
           "engines": engine_table, "verdicts": verdict_table, "gradients": gradient_table, "values": value_table,
           "variance": variance_table, "explosion": explosion_table, "length": length_table, "rules": rule_table,
           "kills": kill_table, "fuzz": fuzz_table, "mutants": mutant_table, "speed": speed_table,
-          "phases": phase_table, "memory": memory_table, "gpus": gpu_table, "learning": learning_table}
+          "phases": phase_table, "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
+          "growth": growth_table, "scaling": scaling_table, "start": start_table}
 
 
 def with_tables(text):

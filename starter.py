@@ -296,7 +296,7 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def slices(hidden, weight, labels, logits_at_once):
         """-> tokens of a slice, their (N, C) logits, rows whose label is among them, the label's place there."""
-        width = max(256, logits_at_once // max(1, len(hidden)))
+        width = max(64, logits_at_once // max(1, len(hidden)))
         for start in range(0, len(weight), width):
             rows = ((labels >= start) & (labels < start + width)).nonzero()[:, 0]
             yield slice(start, start + width), hidden @ weight[start:start + width].T, rows, labels[rows] - start
