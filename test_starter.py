@@ -777,6 +777,10 @@ def test_much_of_a_microbatch_is_padding():
     cuts = starter.cut_microbatches(batch, 16_384)
     assert sum(lengths) == sum(int(rows["response_mask"].sum()) for rows in cuts)
     assert sum(rows["response_mask"].numel() for rows in cuts) < 1.11 * sum(lengths) and len(cuts) <= 12
+    lengths = [64] * 120 + [rng.randint(1, 64) for _ in range(136)]  # those that fill up leave padding to the short ones
+    batch = {"response_mask": torch.arange(64) < torch.tensor(lengths)[:, None], "prompts": torch.arange(32 * 16).reshape(32, 16).repeat_interleave(8, 0)}
+    cuts = starter.cut_microbatches(batch, 2_048)
+    assert sum(rows["response_mask"].numel() for rows in cuts) < 1.11 * sum(lengths) and len(cuts) <= 10
     short = {"response_mask": torch.arange(16) < torch.tensor([16] * 200 + [3] * 20)[:, None], "prompts": torch.zeros(220, 3)}
     assert len(starter.cut_microbatches(short, 8_192)) == 1  # what is left is too little for one of its own
 
@@ -2595,6 +2599,8 @@ MUTANTS = [  # what stands there, what the fault makes of it
     ('if loss_average == "dapo" else len(mask) * max_new_tokens', 'if loss_average == "dapo" else mask.numel()'),
     ("or (n + 1) * width + len(read)", "or n * width + len(read)"),
     ("if n and (wasteful or", "if n and (False or"),
+    ("before + 0.92 * n * width - held", "before"),
+    ("width = max(64, logits", "width = max(4096, logits"),
     (" + len(read) * len(prompts[0]) > max_tokens", " > max_tokens"),
     ("ctx.temperature, ctx.logits_at_once = temperature, logits_at_once", "ctx.temperature, ctx.logits_at_once = 1.0, logits_at_once"),
     ("(top - higher).exp()", "torch.ones_like(top)"),
