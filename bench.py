@@ -213,9 +213,9 @@ def side_by_side(size, bf16, leash, steps):
                "ours_tokens_at_once": OUR_TOKENS[size]}
         row |= {f"{part}_s": f"{ours.seconds[f'time/{part}']:.3f}" for part in ("rollout", "update")}
         peak = lambda side, rows: f"{peak_gb(side, folder, size, bf16, leash, rows):.2f}"
-        of_trl = {n: peak("trl", n) for n in {rows, TRL_ROWS[size][0]}}
-        row |= {"ours_gb": peak("ours", None), "trl_gb": of_trl[rows], "trl_most_rows": TRL_ROWS[size][0],
-                "trl_gb_most_rows": of_trl[TRL_ROWS[size][0]]}
+        of_trl = {n: peak("trl", n) for n in {rows, PROMPTS * GROUP}}
+        row |= {"ours_gb": peak("ours", None), "trl_gb": of_trl[rows], "trl_most_rows": PROMPTS * GROUP,
+                "trl_gb_most_rows": of_trl[PROMPTS * GROUP]}
         return row
 
 

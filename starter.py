@@ -964,9 +964,9 @@ def test_gradient_depends_on_the_microbatch_size():
 def test_chunked_head_differs_from_log_softmax():
     generator, rows = torch.Generator().manual_seed(0), range(70)
     hidden, weight, ref_hidden, ref_weight = (torch.randn(n, 3, generator=generator).double().requires_grad_()
-                                              for n in (70, 50, 70, 50))
-    labels, upstream = torch.randint(50, (70,), generator=generator), torch.randn(2, 70, generator=generator).double()
-    ours = ChunkedHead.apply(hidden, weight, labels, 0.7, ref_hidden, ref_weight, 32 * 50)  # three chunks
+                                              for n in (70, 150, 70, 150))
+    labels, upstream = torch.randint(150, (70,), generator=generator), torch.randn(2, 70, generator=generator).double()
+    ours = ChunkedHead.apply(hidden, weight, labels, 0.7, ref_hidden, ref_weight, 1)  # three slices
     p, q = ((x @ w.T / 0.7).log_softmax(1) for x, w in ((hidden, weight), (ref_hidden, ref_weight)))
     plain = p[rows, labels], (p.exp() * (p - q)).sum(1), -(p.exp() * p).sum(1), q[rows, labels]
     torch.testing.assert_close(ours, plain)
