@@ -51,7 +51,7 @@ TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
                intermediate=9728),
     "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
                intermediate=12_288, tied=False)}
-TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}  # rows at once: tried; L: 16 as quick
+TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}  # rows at once that are tried
 OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}  # a microbatch: as quick as more, with less memory
 GROUP, PROMPTS = 8, 32
 
@@ -420,7 +420,8 @@ def scaling(sizes, steps=10, rows_of_a_rank=256):
             make_checkpoint(folder / "model", **SIZES[size])
             settings |= dict(model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2,
                              eval_every=0, max_new_tokens=SIZES[size]["new_tokens"], n_eval_problems=8, save_every=0,
-                             save_model=False, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size], learning_rate=1e-6)
+                             save_model=False, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size],
+                             learning_rate=1e-6)
             (folder / "program.py").write_text(
                 f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\n"
                 "starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
