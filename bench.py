@@ -191,11 +191,11 @@ def side_by_side(size, bf16, leash, steps):
         make_checkpoint(folder, **shape)
         settings = folder, shape["new_tokens"], bf16, leash
         trial = {}
-        for rows in TRL_ROWS[size][:-1] and TRL_ROWS[size]:  # its best: three steps of each, the first not counted
+        for rows in TRL_ROWS[size]:  # its best setting: three steps of each, the first not counted
             times = []
             trl_trainer(*settings, rows, 3, times.append).train()
             trial[rows] = min(times[1:])
-        rows = min(trial, key=trial.get) if trial else TRL_ROWS[size][0]
+        rows = min(trial, key=trial.get)
         ours, pairs = Ours(*settings, max_tokens_per_microbatch=OUR_TOKENS[size]), []
 
         def turn(seconds):
@@ -445,7 +445,7 @@ def scaling(sizes, steps=10, rows_of_a_rank=256):
 def start_to_first_step(runs=5):
     """-> rows: seconds from the start of python starter.py to its first finished step, and of the first evaluation in
     between; the built-in model is built already."""
-    program = ("import time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, log = [], "
+    program = ("import sys, time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, log = [], "
                "starter.evaluate, starter.log_train\n"
                "def timed(*args):\n    marks.append(time.time())\n    found = evaluate(*args)\n"
                "    marks.append(time.time())\n    return found\n"
@@ -457,8 +457,8 @@ def start_to_first_step(runs=5):
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             before = time.time()
-            run = subprocess.run([sys.executable, "-c", "import sys\n" + program, folder], cwd=HERE, check=True,
-                                 capture_output=True, text=True)
+            run = subprocess.run([sys.executable, "-c", program, folder], cwd=HERE, check=True, capture_output=True,
+                                 text=True)
         _, first_step, evaluation = run.stdout.splitlines()[-1].split()
         rows.append({"first_step_s": f"{float(first_step):.2f}", "first_evaluation_s": f"{float(evaluation):.2f}",
                      "whole_process_s": f"{time.time() - before:.2f}"})

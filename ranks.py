@@ -89,7 +89,7 @@ def total(numbers, largest=False):
 
 def own_microbatches(batch, max_tokens, cut):
     """The step's batch -> this rank's microbatches. A prompt's responses stay together, since it is read once for them;
-    prompts go, those with the longest responses first, to the rank with the least work so far. All ranks have the same
+    prompts go, those with the most tokens first, to the rank with the least work so far. All ranks have the same
     number, since their gradients are summed after each: empty ones make up for it."""
     if world() == 1:
         return cut(batch, max_tokens)
