@@ -86,8 +86,9 @@ def packed_attention(module, query, key, value, mask, scaling, which):
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, responses_of=None, **kwargs):
     """transformers' attention interface. On a CPU short rows are multiplied out: at 16 tokens torch's fused kernel with
-    its backward pass takes twice as long in float32 there, ten times in bf16. attention_mask: (B, 1, T, K), added to the scores, or True where a query may look, or None: causal.
-    responses_of: which of packed_attention. -> (B, T, heads, d)."""
+    its backward pass takes twice as long in float32 there, ten times in bf16. attention_mask: (B, 1, T, K), added to
+    the scores, or True where a query may look, or None: causal. responses_of: which of packed_attention.
+    -> (B, T, heads, d)."""
     if isinstance(key, Shared):
         return shared_attention(query, key, value, scaling), None
     if responses_of is not None:
