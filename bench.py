@@ -445,8 +445,8 @@ def scaling(sizes, steps=10, rows_of_a_rank=256):
 def start_to_first_step(runs=5):
     """-> rows: seconds from the start of python starter.py to its first finished step, and of the first evaluation in
     between; the built-in model is built already."""
-    program = ("import sys, time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, log = "
-               "[], starter.evaluate, starter.log_train\n"
+    program = ("import sys, time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, "
+               "log = [], starter.evaluate, starter.log_train\n"
                "def timed(*args):\n    marks.append(time.time())\n    found = evaluate(*args)\n"
                "    marks.append(time.time())\n    return found\n"
                "def logged(*args):\n    marks.append(time.time())\n    return log(*args)\n"
