@@ -402,8 +402,8 @@ def check_log_probs(microbatches, step, first_diff, bf16):
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
     largest = {name: x.max().item() if len(x) else 0.0 for name, x in (("diff", diff), ("drift", drift))}
-    most = ranks.total(largest, largest=True)
-    mean, limit = ranks.total(diff.sum().item()) / ranks.total(len(diff)), 1e-3
+    most, all_of = ranks.total(largest, largest=True), ranks.total({"diff": diff.sum().item(), "n": len(diff)})
+    mean, limit = all_of["diff"] / all_of["n"], 1e-3
     if bf16:
         limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
     if not mean <= limit:

@@ -94,13 +94,8 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16, sleep=False):
 
 
 def load_policy_into_vllm_instance(policy, llm):
-    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones; or to a copy."""
-    if isinstance(llm, torch.nn.Module):
-        with torch.no_grad():
-            for mine, theirs in zip(llm.parameters(), policy.parameters(), strict=True):
-                mine.copy_(ranks.whole(theirs.detach()))
-        return
-    llm.collective_rpc(vllm_worker_load, args=([(n, ranks.whole(p.detach())) for n, p in policy.named_parameters()],))
+    """Hand the policy's weights to vLLM and drop what its prefix cache computed with the old ones."""
+    llm.collective_rpc(vllm_worker_load, args=(list(ranks.weights_of(policy).items()),))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync: it would read prompts with old weights")
 

@@ -243,10 +243,9 @@ class Run:
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
-        home, tensors = self.folder / "checkpoints", {"weights": {}}
+        home, tensors = self.folder / "checkpoints", {"weights": ranks.weights_of(self.policy)}
         temporary, final = home / "unfinished", home / f"step_{state['step']:08d}"
         for name, parameter in self.policy.named_parameters():
-            tensors["weights"][name] = ranks.whole(parameter.detach())
             for kind, moment in self.optimizer.state.get(parameter, {}).items():
                 tensors.setdefault(kind, {})[name] = ranks.whole(moment)
         if ranks.rank():
@@ -350,7 +349,7 @@ def load_checkpoint(folder, state, policy, optimizer):
 
 def save_model(policy, tokenizer, folder):
     """An ordinary Hugging Face folder."""
-    weights = {name: ranks.whole(parameter.detach()) for name, parameter in policy.named_parameters()}
+    weights = ranks.weights_of(policy)
     if ranks.rank() == 0:
         policy.save_pretrained(folder, state_dict=weights), tokenizer.save_pretrained(folder)
 

@@ -3,6 +3,7 @@ weights, moments and gradients; each rank samples and scores its share of the pr
 step, so groups, weights of the loss and the cut into microbatches are those of one process. Alone, each function here
 gives back what it was given.
 """
+import atexit
 import os
 import sys
 
@@ -24,24 +25,63 @@ def start():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(stop)
         if rank():
             sys.stdout = open(os.devnull, "w")
 
 
-def shard(model):
-    """Weights over the ranks, layer by layer (arXiv:2304.11277). Gradients are summed: the loss is weighted already."""
+def stop():
+    """Leaves the ranks before the interpreter ends: gloo's threads, ended with it, now and then abort a finished run.
+    After an error it would wait for the others."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def shard(model, at_once=8_000_000):
+    """Weights over the ranks (arXiv:2304.11277): layers are gathered together up to that many weights, since small
+    messages are slow. Those of a model that learns stay whole until release(), those of another until the next are
+    needed. Gradients are summed: the loss is weighted already."""
     from torch.distributed.fsdp import fully_shard
     if world() > 1:
-        head, body = model.get_output_embeddings(), model.base_model
-        tied = head.weight is model.get_input_embeddings().weight
-        modules = [*body.layers, body] if tied else [*body.layers, body, head]
-        for module in modules:
-            fully_shard(module, reshard_after_forward=False)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        if tied:
-            head.weight = model.get_input_embeddings().weight
+        body, head, embedding = model.base_model, model.get_output_embeddings(), model.get_input_embeddings()
+        head.tied, layers = head.weight is embedding.weight, list(body.layers)
+        n = max(1, at_once // sum(p.numel() for p in layers[0].parameters()))
+        groups = [layers[i:i + n] for i in range(0, len(layers), n)] * (n < len(layers))  # few: all with the embedding
+        for modules in [*groups, [body], *[[head]] * (not head.tied)]:
+            fully_shard(modules, reshard_after_forward=False if head.weight.requires_grad else None)
+            modules[0].set_reshard_after_backward(False, recurse=False)
+            modules[0].set_gradient_divide_factor(1.0)
+            modules[0].set_force_sum_reduction_for_comms(True)
+        if head.tied:
+            head.weight = embedding.weight
     return model
+
+
+def gather(model):
+    """All layers of a sharded model, whole, on every rank until release(). -> (V, H) weight of the LM head."""
+    for module in model.base_model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    return head_of(model)
+
+
+def release(model):
+    """-> the model, back to shards: weights and their gradients are those that the optimiser knows."""
+    for module in model.base_model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return model
+
+
+def head_of(model):
+    """-> (V, H) weight of the LM head, whole. A tied one is the embedding's, gathered with the layers before it."""
+    head = model.get_output_embeddings()
+    return whole((model.get_input_embeddings() if getattr(head, "tied", False) else head).weight)
+
+
+def weights_of(model):
+    """-> {name: whole weight}, on each rank."""
+    return {name: whole(parameter.detach()) for name, parameter in release(model).named_parameters()}
 
 
 def whole(tensor):

@@ -109,6 +109,7 @@ def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, tempe
     from shared_prompts import read_prompts
     responses, mode, device = [], policy.training, policy.device
     policy.eval()  # in train mode gradient checkpointing drops the cache
+    head = ranks.gather(policy)  # layers whole on every rank; (V, H) weight of the LM head
     prompts_at_once = max(1, 512 // group_size)  # 512 rows: large enough to be quick, small enough for a laptop
     for start in range(0, len(prompts), prompts_at_once):
         chunk, tokens, log_probs = prompts[start:start + prompts_at_once], [], []
@@ -120,7 +121,7 @@ def rollout_with_transformers(policy, prompts, group_size, max_new_tokens, tempe
             hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
             running = torch.ones(len(hidden), dtype=torch.bool, device=device)
             for i in range(max_new_tokens):
-                logits = policy.get_output_embeddings()(hidden)  # (B, V)
+                logits = torch.nn.functional.linear(hidden, head)  # (B, V)
                 token, log_prob = engines.draw_tokens(logits, uniform[:, i:i + 1], temperature)
                 tokens.append(token), log_probs.append(log_prob)
                 running &= token[:, 0] != eos_token_id
@@ -142,12 +143,12 @@ def sampling(c, tokenizer, what):
 
 
 def rollout(policy, llm, prompts, group_size, seed, bf16=False, **settings):
-    """One call, two engines: vLLM where there is one, else transformers, with the policy itself or, beside one that is
-    sharded, with a copy. Each rank samples its share of the prompts. -> Responses, group after group."""
+    """One call, two engines: vLLM where there is one, else transformers with the policy itself. Each rank samples its
+    share of the prompts. -> Responses, group after group."""
     mine, start = ranks.share_of(prompts)
     settings |= dict(group_size=group_size, seed=seed + start * group_size)
-    if llm is None or isinstance(llm, torch.nn.Module):
-        return ranks.gathered(rollout_with_transformers(llm or policy, mine, bf16=bf16, **settings))
+    if llm is None:
+        return ranks.gathered(rollout_with_transformers(policy, mine, bf16=bf16, **settings))
     return ranks.gathered(rollout_with_vllm(llm, mine, **settings))
 
 
@@ -376,7 +377,7 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
     """
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
     rows = {"input_ids": input_ids, "response_mask": mask, "prompts": prompts}
-    hidden, weight = response_hidden(model, rows, bf16), ranks.whole(model.get_output_embeddings().weight)
+    hidden, weight = response_hidden(model, rows, bf16), ranks.head_of(model)
     found = ChunkedHead.apply(hidden, weight, labels[mask], temperature, *(reference or (None, None)))
     found = [torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x) for x in found]
     return dict(zip(("log_probs", "exact_kl", "entropy", "ref_log_probs"), found)) if everything else found[0]
@@ -542,7 +543,7 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
     if ref_model is not None and (ref_hidden is not None or kl_coef and "ref_log_probs" not in rows):
         with torch.no_grad():
             ref_hidden = response_hidden(ref_model, rows, bf16) if ref_hidden is None else ref_hidden
-        reference = ref_hidden, ranks.whole(ref_model.get_output_embeddings().weight)
+        reference = ref_hidden, ranks.head_of(ref_model)
     found = get_response_log_probs(policy, rows["input_ids"], rows["labels"], mask, temperature, bf16, reference, True,
                                    rows.get("prompts"))
     old_log_probs, advantages = rows.get("old_log_probs", found["log_probs"].detach()), rows["advantages"]
@@ -580,6 +581,7 @@ def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **se
             share = rows["response_mask"].sum() / n_tokens  # token means -> the step's mean
             means.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
             known.append(log_probs | rows)  # log-probs of the first epoch, before the policy moves: later the old ones
+        ranks.release(policy)
         return ranks.total(means), known
     except RuntimeError as error:
         if ranks.world() > 1 or not machine.out_of_memory(error):  # the others do not know of it
@@ -623,7 +625,7 @@ def measure_kl(policy, llm, tokenizer, problems, ref_model, c):
     batch, found = make_batch(responses, torch.zeros(len(responses)), policy.device), []
     for rows in cut_microbatches(batch, c.max_tokens_per_microbatch):
         ids, labels, mask = rows["input_ids"], rows["labels"], rows["response_mask"]
-        reference = response_hidden(ref_model, rows, c.bf16), ranks.whole(ref_model.get_output_embeddings().weight)
+        reference = response_hidden(ref_model, rows, c.bf16), ranks.head_of(ref_model)
         kl = get_response_log_probs(policy, ids, labels, mask, c.temperature, c.bf16, reference, True,
                                     rows["prompts"])["exact_kl"]
         found.append(torch.stack([kl[mask].double(), mask.cumsum(1)[mask] - 1, labels[mask]]))
@@ -747,7 +749,7 @@ DEFAULTS = {  # what differs:   the built-in model on a CPU,   a downloaded mode
     "rollout_batch_size":        (256,                           128),
     "max_new_tokens":            (16,                            256),
     "learning_rate":             (3e-4,                          7e-6),
-    "max_tokens_per_microbatch": (8_192,                         16_384),
+    "max_tokens_per_microbatch": (8_192,                         4_096),
     "numbers_per_problem":       ((2,),                          (3, 4)),
     "max_number":                (50,                            99),
     "countdown_prompt":          ("make {target}: {numbers}",    tasks.COUNTDOWN_PROMPT),
@@ -772,7 +774,7 @@ def main(
     group_size=8,  # responses to one prompt; more: finer advantages, fewer prompts
     max_new_tokens=None,  # longer responses are cut, count as unfinished and are trained with the reward they got
     temperature=1.0,  # of sampling; every log-prob is taken at it
-    gpu_mem_util=0.4,  # share of the GPU's memory that vLLM takes; the trainer needs the rest
+    gpu_mem_util=0.3,  # share of the GPU's memory that vLLM takes; the trainer needs the rest
     vllm_sleep=False,  # True: vLLM gives its GPU memory back between rollouts, for the time to fill it again
     engine_seconds=1800.0,  # a call of vLLM that takes longer counts as hung: the engine is started again, once
     # advantages and loss
@@ -845,9 +847,7 @@ def main(
         knobs["kl_coef"] = c.kl_coef, 0.0
         checks.refuse_dead_knobs(sys.modules[__name__], policy, ref_model, probe, c, knobs)
     start = machine.hash_of_weights(policy)
-    if ranks.world() > 1:
-        llm = llm or copy.deepcopy(policy)
-        ranks.shard(policy), leash and ranks.shard(ref_model)
+    ranks.shard(policy), leash and ranks.shard(ref_model)
     optimizer = torch.optim.AdamW(policy.parameters(), c.learning_rate, betas=(0.9, 0.95), fused=True,
                                   weight_decay=c.weight_decay)
     if checkpoint:
