@@ -4,6 +4,7 @@ step, so groups, weights of the loss and the cut into microbatches are those of 
 gives back what it was given.
 """
 import atexit
+import contextlib
 import os
 import sys
 
@@ -25,16 +26,21 @@ def start():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        atexit.register(stop)
         if rank():
             sys.stdout = open(os.devnull, "w")
 
 
-def stop():
-    """Leaves the ranks before the interpreter ends: gloo's threads, ended with it, now and then abort a finished run.
-    After an error it would wait for the others."""
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
+@contextlib.contextmanager
+def joined():
+    """A program's time as one of the ranks. Where all went well its process ends with it, before the interpreter's own
+    end: there a thread of gloo's, late to let go of a tensor, finds no interpreter and aborts the finished run."""
+    start()
+    yield
+    if world() > 1:
         dist.destroy_process_group()
+        atexit._run_exitfuncs()  # vLLM's processes end in these
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
 
 
 def shard(model, at_once=8_000_000):

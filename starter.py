@@ -995,6 +995,6 @@ def test_functions():
 
 
 if __name__ == "__main__":
-    ranks.start()
-    test_functions()
-    main()
+    with ranks.joined():
+        test_functions()
+        main()
