@@ -258,8 +258,9 @@ def rollout_and_batch(ours):
 def update_of(ours, batch, reference=None):
     """The update of one step: microbatches, gradients, optimiser."""
     microbatches = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch)
+    n_tokens = batch["response_mask"].sum()
     for _ in range(ours.c.epochs_per_rollout):
-        _, microbatches = starter.accumulate_gradients(ours.policy, reference, microbatches, 0.04,
+        _, microbatches = starter.accumulate_gradients(ours.policy, reference, microbatches, n_tokens, 0.04,
                                                        starter.defaultdict(float), **starter.step_settings(ours.c))
         torch.nn.utils.clip_grad_norm_(ours.policy.parameters(), 1.0)
         ours.optimizer.step()
@@ -436,8 +437,8 @@ def scaling(sizes, steps=10, rows_of_a_rank=256):
                              save_model=False, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size],
                              learning_rate=1e-6)
             (folder / "program.py").write_text(
-                f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\n"
-                "starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
+                f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\nwith starter.ranks.joined():\n"
+                "    starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
                 f"({settings!r} | dict(rollout_batch_size=int(sys.argv[2]))))\n")
             for ranks, processes in ((1, 1), (2, 1), (1, 2), (1, 2), (2, 1), (1, 1)):
                 outs = [folder / f"runs{len(rows)}_{i}" for i in range(processes)]

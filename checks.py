@@ -401,18 +401,18 @@ def check_log_probs(microbatches, step, first_diff, bf16):
     import torch
     diff, drift = (torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))[rows["response_mask"]]
                               for rows in microbatches]).abs() for name in ("rollout_log_probs", "ref_log_probs"))
-    largest = {name: x.max().item() if len(x) else 0.0 for name, x in (("diff", diff), ("drift", drift))}
-    most, all_of = ranks.total(largest, largest=True), ranks.total({"diff": diff.sum().item(), "n": len(diff)})
-    mean, limit = all_of["diff"] / all_of["n"], 1e-3
+    found = {name: x.max().item() if len(x) else 0.0 for name, x in (("most", diff), ("drift", drift))}
+    found = ranks.total(found | {"sum": diff.sum().item(), "n": len(diff)}, largest=("most", "drift"))
+    mean, limit = found["sum"] / found["n"], 1e-3
     if bf16:
         limit = 0.2 if first_diff is None else 0.02 + 4 * first_diff
     if not mean <= limit:
         raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats a token (limit {limit:.2g}): "
                            "the sampler has stale or other weights; check load_policy_into_vllm_instance")
-    if first_diff is None and not most["drift"] < (0.5 if bf16 else 1e-4):
-        raise RunStopped(f"step {step}: the policy differs from its own copy by {most['drift']:.2g} nats before any "
+    if first_diff is None and not found["drift"] < (0.5 if bf16 else 1e-4):
+        raise RunStopped(f"step {step}: the policy differs from its own copy by {found['drift']:.2g} nats before any "
                          "update: the reference is not the start, or is scored otherwise (temperature, dropout)")
-    return {"sampler_logprob_diff": float(mean), "sampler_logprob_diff_max": float(most["diff"])}
+    return {"sampler_logprob_diff": float(mean), "sampler_logprob_diff_max": float(found["most"])}
 
 
 def refuse_dead_knobs(starter, policy, ref_model, responses, c, knobs):

@@ -121,16 +121,16 @@ def gathered(items):
     return [item for part in parts for item in part]
 
 
-def total(numbers, largest=False):
-    """{name: number} or a number -> its sum over the ranks, or the largest."""
+def total(numbers, largest=()):
+    """{name: number} -> the same with the sum over the ranks of each, or the largest of those so named."""
     if world() == 1:
         return numbers
-    if not isinstance(numbers, dict):
-        return total({"": numbers}, largest)[""]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.stack([torch.as_tensor(x, dtype=torch.double, device=device) for x in numbers.values()])
-    dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return type(numbers)(dict(zip(numbers, found)))
+    mine = torch.stack([torch.as_tensor(x, dtype=torch.double, device=device) for x in numbers.values()])
+    found = mine.new_empty(world() * len(mine))
+    dist.all_gather_into_tensor(found, mine)
+    of_each = zip(numbers, found.view(world(), -1).T)
+    return type(numbers)({name: x.max() if name in largest else x.sum() for name, x in of_each})
 
 
 def own_microbatches(batch, max_tokens, cut):
@@ -141,13 +141,12 @@ def own_microbatches(batch, max_tokens, cut):
         return cut(batch, max_tokens)
     prompts, prompt_of = batch["prompts"].unique(dim=0, return_inverse=True)
     work = prompt_of.bincount(batch["response_mask"].sum(dim=1).double()) + (prompts >= 0).sum(dim=1)
-    given, mine = [0.0] * world(), []
+    given, owner = [0.0] * world(), torch.zeros_like(prompt_of)
     for prompt in work.argsort(descending=True, stable=True).tolist():
         least = given.index(min(given))
         given[least] += work[prompt].item()
-        mine += [prompt] * (least == rank())
-    mine = torch.isin(prompt_of, torch.tensor(mine, dtype=torch.long, device=prompt_of.device))
-    cuts = cut({name: tensor[mine] for name, tensor in batch.items()}, max_tokens)
+        owner[prompt_of == prompt] = least
+    cuts = [cut({name: tensor[owner == i] for name, tensor in batch.items()}, max_tokens) for i in range(world())]
     empty = {name: tensor[:1] if name == "prompts" else tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
-    return cuts + [empty] * (int(total(len(cuts), largest=True)) - len(cuts))
+    return cuts[rank()] + [empty] * (max(map(len, cuts)) - len(cuts[rank()]))

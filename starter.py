@@ -207,10 +207,12 @@ def reward_fn(response_text, problem):
 
 def score(responses, problems, tokenizer, reward, c):
     """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards."""
-    texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
     problem_of_each = [problem for problem in problems for _ in range(len(responses) // len(problems))]
-    mine = [ranks.share_of(items)[0] for items in (texts, problem_of_each)]
-    return texts, torch.tensor(ranks.gathered(checks.rewards_of(reward, *mine, c.reward_seconds, c.reward_if_broken)))
+    mine, problem_of_mine = (ranks.share_of(items)[0] for items in (responses, problem_of_each))
+    texts = tokenizer.batch_decode([r.response_ids for r in mine], skip_special_tokens=True)
+    rewards = checks.rewards_of(reward, texts, problem_of_mine, c.reward_seconds, c.reward_if_broken)
+    texts, rewards = zip(*ranks.gathered(list(zip(texts, rewards))))
+    return list(texts), torch.tensor(rewards)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -564,12 +566,12 @@ def grpo_microbatch_step(policy, rows, clip_range, ref_model=None, kl_coef=0.0, 
     return loss.detach(), metadata | {"entropy": masked_mean(found["entropy"], mask)}, known
 
 
-def accumulate_gradients(policy, ref_model, microbatches, kl_coef, seconds, **settings):
+def accumulate_gradients(policy, ref_model, microbatches, n_tokens, kl_coef, seconds, **settings):
     """Gradients of the step's whole loss -> its token means, and the microbatches with what a later epoch needs.
 
-    None where memory ran out; nothing of the attempt is left in the gradients.
+    n_tokens: of the whole step. None where memory ran out; nothing of the attempt is left in the gradients.
     """
-    means, known, n_tokens = Counter(), [], ranks.total(sum(rows["response_mask"].sum() for rows in microbatches))
+    means, known = Counter(), []
     try:
         for rows in microbatches:
             if ref_model is not None and "ref_hidden" not in rows:  # once a rollout, whatever the number of epochs
@@ -692,19 +694,16 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
             batch["weights"] = token_weights(batch["response_mask"], c.loss_average, c.max_new_tokens)
             microbatches = ranks.own_microbatches(batch, max_tokens, cut_microbatches)
             n_tokens = int(batch["response_mask"].sum())
-            for group in optimizer.param_groups:
-                group["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
+            optimizer.param_groups[0]["lr"] = c.learning_rate * min(1.0, step / max(c.warmup_steps, 1))
             for epoch in range(c.epochs_per_rollout):
-                while not (done := accumulate_gradients(policy, ref_model, microbatches, kl["beta"], seconds,
-                                                        **step_settings(c))):
+                while not (done := accumulate_gradients(policy, ref_model, microbatches, n_tokens, kl["beta"],
+                                                        seconds, **step_settings(c))):
                     microbatches = halve(microbatches)
                     max_tokens = max(rows["labels"].numel() for rows in microbatches)
                     tqdm.write(f"Warning: out of memory: from step {step} on microbatches of {max_tokens} tokens")
                 means, microbatches = done
                 if epoch == 0:
                     metrics |= check_log_probs(microbatches, step, state["first_diff"], c.bf16)
-                if ref_model is not None:
-                    metrics["adaptive_kl/current_beta"] = kl["beta"]
                 with timed(seconds, "update"):
                     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), c.max_grad_norm)
                     means["grad_norm"] = ranks.whole(norm)
@@ -714,10 +713,11 @@ def train(policy, tokenizer, llm, optimizer, problems, c, run, evaluate_now, sta
                         run.weights_move()
                         optimizer.step()
                     optimizer.zero_grad()
+                if ref_model is not None:
+                    metrics["adaptive_kl/current_beta"] = kl["beta"]
+                    kl = kl if broken else next_beta(kl, means["kl_per_token"].item(), metrics["reward_mean"], c)
                 if broken:
                     break
-                if ref_model is not None:
-                    kl = next_beta(kl, means["kl_per_token"].item(), metrics["reward_mean"], c)
         metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
         if ref_model is not None:
             metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
