@@ -650,10 +650,8 @@ def learning_table():
 def growth_table():
     """Exponents of the power laws through the measured points."""
     import bench
-    rows, lines = read_csv(RESULTS / "bench_growth.csv"), []
-    for what in dict.fromkeys(row["what"] for row in rows):
-        points = {phase: [(float(row["x"]), float(row["seconds"])) for row in rows
-                          if (row["what"], row["phase"]) == (what, phase)] for phase in ("update", "rollout")}
+    lines = []
+    for what, points in bench.growth_points().items():
         ends = [f"{x:.0f}: {1000 * seconds:.0f} ms" for x, seconds in (points["update"][0], points["update"][-1])]
         both = [(x, seconds + other) for (x, seconds), (_, other) in zip(points["update"], points["rollout"])]
         exponents = [f"{bench.slope(pairs):.2f}" for pairs in (points["update"], points["rollout"], both)]

@@ -549,19 +549,27 @@ def slope(points):
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum((x - mean_x) ** 2 for x in xs)
 
 
+def growth_points():
+    """-> {what grows: {phase: [(x, seconds)]}}, means over the runs in results/bench_growth.csv."""
+    found = {}
+    for row in csv.DictReader(open(HERE / "results" / "bench_growth.csv")):
+        points = found.setdefault(row["what"], {}).setdefault(row["phase"], {})
+        points.setdefault(float(row["x"]), []).append(float(row["seconds"]))
+    return {what: {phase: [(x, statistics.mean(runs)) for x, runs in sorted(points.items())]
+                   for phase, points in phases.items()} for what, phases in found.items()}
+
+
 def draw():
     """figures/bench_growth.png: seconds against each number, logarithmic, with the fitted exponent."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    rows = list(csv.DictReader(open(HERE / "results" / "bench_growth.csv")))
-    names = list(dict.fromkeys(row["what"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(18, 3), sharey=True)
-    for axis, what in zip(axes, names):
-        for phase in ("update", "rollout"):
-            points = [(float(r["x"]), float(r["seconds"])) for r in rows if (r["what"], r["phase"]) == (what, phase)]
+    found = growth_points()
+    figure, axes = plt.subplots(1, len(found), figsize=(18, 3), sharey=True)
+    for axis, (what, phases) in zip(axes, found.items()):
+        for phase, points in phases.items():
             axis.loglog(*zip(*points), marker="o", label=f"{phase}: exponent {slope(points):.2f}")
-        axis.set(xlabel=what, ylabel="seconds" if what == names[0] else "")
+        axis.set(xlabel=what, ylabel="seconds" if axis is axes[0] else "")
         axis.set_xticks(*zip(*((x, f"{x:,.0f}") for x, _ in points)), rotation=45)
         axis.minorticks_off()
         axis.legend(fontsize=7)
