@@ -280,7 +280,7 @@ class Run:
         self.log("flush")
         sizes, step = {path.name: path.stat().st_size for path in self.folder.glob("events.*")}, state["step"]
         self.state = state | random_states() | {"log_sizes": sizes}  # as they are now, whenever it is written
-        signal_seen = int(ranks.total({"": max(self.signals, default=0)}, largest=("",))[""])
+        signal_seen = int(ranks.total({"seen": max(self.signals, default=0)}, largest=("seen",))["seen"])
         if signal_seen or c.save_every and (step % c.save_every == 0 or step == c.n_train_steps):
             self.save(self.state)
         if signal_seen:

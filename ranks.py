@@ -1,7 +1,7 @@
 """ranks.py: one step on several processes. `torchrun --nproc_per_node=N starter.py` starts them; torch's FSDP2 shards
 weights, moments and gradients; each rank samples and scores its share of the prompts. All ranks hold all responses of a
-step, so groups, weights of the loss and the cut into microbatches are those of one process. Alone, each function here
-gives back what it was given.
+step, so groups, weights of the loss and the cut into microbatches are those of one process. A process alone sends
+nothing and cuts nothing up here.
 """
 import atexit
 import contextlib
@@ -146,6 +146,7 @@ def own_microbatches(batch, max_tokens, cut):
         least = given.index(min(given))
         given[least] += work[prompt].item()
         owner[prompt_of == prompt] = least
+    # each cuts for all, which spares a message about their numbers
     cuts = [cut({name: tensor[owner == i] for name, tensor in batch.items()}, max_tokens) for i in range(world())]
     empty = {name: tensor[:1] if name == "prompts" else tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
