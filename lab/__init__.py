@@ -1,0 +1,1 @@
+"""Programs behind the published numbers. Run them as `python -m lab.NAME`."""

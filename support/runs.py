@@ -1,0 +1,655 @@
+"""Guards and reports around a run of starter.py. Nothing here enters a loss or a gradient.
+
+GuardedRun takes the place of starter.Run: it checks every setting, keeps checksums of checkpoints,
+locks its folder, survives a full disk, lack of memory and an engine that dies, limits the time of
+a reward, warns of signs of trouble, and reports the KL by position and by token.
+"""
+import contextlib
+import functools
+import gc
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import starter
+from starter import InputError, RunStopped
+
+REWARD_SECONDS = 10.0  # a reward that takes longer on one text stops the run
+ENGINE_SECONDS = 1800.0  # a call of vLLM that takes longer counts as hung: it is started again
+
+# --------------------------------------------------------------------------------------------------
+# 1. What each parameter of main() must be
+
+
+def is_number(value, kind=(int, float)):
+    """Whether it is a number, and finite. True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def is_path(value):
+    return isinstance(value, (str, Path)) and str(value) != ""
+
+
+def at_least(low):
+    return (f"a whole number from {low} to 10**9",
+            lambda value: is_number(value, int) and low <= value <= 10**9)
+
+
+def one_of(*options):
+    return ("one of " + ", ".join(map(repr, options)),
+            lambda value: isinstance(value, str) and value in options)
+
+
+def between(low, high):
+    return f"a number from {low} to {high}", lambda value: is_number(value) and low <= value <= high
+
+
+def is_clip_range(value):
+    values = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
+    return all(is_number(x) and x >= 0 for x in values) and (is_number(values[0])
+                                                             and values[0] <= 0.99)
+
+
+def is_task(value):
+    return callable(value) or isinstance(value, str) and value in starter.TASKS
+
+
+# What is required, whether a value is that, and for each parameter a value that works.
+RULES = [
+    (*one_of("auto", "vllm", "transformers"), dict(engine="auto")),
+    (*one_of("grpo", "dapo", "dr_grpo"), dict(loss_average="dapo")),
+    (*one_of("k1", "k2", "k3", "exact"), dict(kl_estimator="k3")),
+    (*one_of("reverse", "as_written"), dict(kl_gradient="reverse")),
+    (*one_of("loss", "loss_to_go", "reward"), dict(kl_in="loss")),
+    ("a text such as 'dynamic+sigmoid'", lambda v: isinstance(v, str),
+     dict(kl_adaptation_method="none")),
+    ("'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'",
+     lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", str(v)), dict(device="auto")),
+    ("'tiny', a checkpoint folder or a Hugging Face name", is_path, dict(model_id="tiny")),
+    ("the path of a folder", is_path, dict(out_dir="runs")),
+    ("None or the path of a JSONL file", lambda v: v is None or is_path(v),
+     dict(train_file="gsm8k/train.jsonl", eval_file="gsm8k/test.jsonl")),
+    ("True, False or the folder of a run", lambda v: isinstance(v, bool) or is_path(v),
+     dict(resume=False)),
+    ("True or False", lambda v: isinstance(v, bool),
+     dict(normalize_by_std=True, use_kl_penalty=True, reproduce_paper=False,
+          gradient_checkpointing=False)),
+    ("'auto', True or False", lambda v: v == "auto" or isinstance(v, bool), dict(bf16="auto")),
+    (*at_least(0), dict(seed=0, warmup_steps=10, eval_every=50, save_every=50)),
+    (*at_least(1), dict(n_train_steps=100, max_new_tokens=256, epochs_per_rollout=1,
+                        n_eval_problems=500, beta_schedule_steps=1000)),
+    (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
+    (*at_least(16), dict(max_tokens_per_microbatch=16_384)),
+    ("a number from 0 to 0.99, or a pair (below 1, above 1)", is_clip_range,
+     dict(clip_range=0.2)),
+    (*between(0, 1), dict(weight_decay=0.0)),
+    (*between(0, 10), dict(eval_temperature=0.0)),
+    (*between(0.01, 10), dict(temperature=1.0)),
+    (*between(0.05, 0.95), dict(gpu_mem_util=0.4)),
+    ("a number", is_number, dict(reward_threshold=0.8)),
+    ("a number above 0", lambda v: is_number(v) and v > 0,
+     dict(learning_rate=1e-5, max_grad_norm=1.0)),
+    ("a number above 0, in nats per token", lambda v: is_number(v) and v > 0, dict(kl_target=0.1)),
+    ("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1,
+     dict(dynamic_beta_decay=0.9)),
+    ("a number of at least 0", lambda v: is_number(v) and v >= 0, dict(kl_coef=0.01, beta_min=0.0)),
+    ("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0,
+     dict(kl_clip_threshold=None)),
+    ("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1,
+     dict(importance_cap=2.0)),
+]
+
+
+def short(value):
+    """repr, cut to a length that can be read."""
+    text = repr(str(value) if isinstance(value, Path) else value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def plain_numbers(value):
+    """Returns the value with numpy's and torch's numbers as Python's."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain_numbers, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_every_setting(cfg):
+    """Raises InputError for the first setting that cannot work. Loads no model."""
+    for name in cfg.parameters:
+        setattr(cfg, name, plain_numbers(getattr(cfg, name)))
+    known = ", ".join(map(repr, starter.TASKS))
+    rules = [(f"one of {known}, or a function", is_task, dict(task="countdown")), *RULES]
+    for requirement, works, examples in rules:
+        for name, example in examples.items():
+            value = getattr(cfg, name)
+            if not works(value):
+                options = re.findall(r"'(\w+)'", requirement)
+                remedy = starter.nearest(value, options) if options else ""
+                if not remedy.startswith("did you mean"):
+                    remedy = f"use for example {example!r}"
+                raise InputError(f"{name} = {short(value)} must be {requirement}; {remedy}")
+    for name in ("train_file", "eval_file"):
+        path = getattr(cfg, name)
+        if path is None:
+            continue
+        if cfg.task in ("countdown", "countdown_small"):
+            raise InputError(f"{name} = {short(path)} is not read by task = {cfg.task!r}; use "
+                             "task = 'gsm8k', or None")
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise InputError(f"{name} = {short(path)} is not a file that can be read; give the "
+                             "path of a JSONL file")
+    check_model_folder(cfg.model_id)
+    check_out_dir(cfg.out_dir)
+
+
+def check_model_folder(model_id):
+    """A path must be a checkpoint folder; "tiny" and a Hugging Face name are looked up later."""
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model_id))
+    if str(model_id) == "tiny" or is_hub_name and not os.path.exists(model_id):
+        if not (is_hub_name and isinstance(model_id, Path)):
+            return
+    if not os.path.isdir(model_id):
+        raise InputError(f"model_id = {short(model_id)} is not a folder; give a checkpoint folder "
+                         f"or a Hugging Face name, or {starter.nearest(model_id, ['tiny'])}")
+    names = {path.name for pattern in ("config.json", "*.safetensors", "*.bin")
+             for path in Path(model_id).glob(pattern)}
+    if not {"config.json"} < names:
+        raise InputError(f"model_id = {short(model_id)} is not a checkpoint: config.json and "
+                         "*.safetensors are not there; give a folder written by save_pretrained")
+
+
+def check_out_dir(out_dir):
+    """It must be a possible name, and its nearest existing parent a folder that can be written."""
+    parent = Path(out_dir).absolute()
+    longest = max(len(os.fsencode(part)) for part in parent.parts)
+    if "\0" in str(out_dir) or longest > 255:
+        raise InputError(f"out_dir = {short(out_dir)} cannot be written: no folder can have this "
+                         "name; use out_dir = 'runs'")
+    while not os.path.exists(parent) and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or str(parent).startswith("/proc"):
+        raise InputError(f"out_dir = {short(out_dir)} cannot be written: {parent} is not a folder "
+                         "that can be written to; use one that is")
+
+
+def check_tokenizer(policy, tokenizer, model_id):
+    """The tokenizer must make something of a text, and the chat template show the user's message.
+    A model may have more tokens than its tokenizer (rows added for speed)."""
+    if not tokenizer("1 + 1")["input_ids"]:
+        raise InputError(f"the tokenizer of {model_id} makes nothing of a text; save it there with "
+                         "save_pretrained")
+    if not all(parameter.isfinite().all() for parameter in policy.parameters()):
+        raise InputError(f"model_id = {short(model_id)} has weights that are not finite; give "
+                         "another checkpoint")
+    if tokenizer.chat_template is None:
+        return
+    chat = [{"role": "user", "content": "1 + 1"}]
+    settings = dict(tokenize=False, enable_thinking=False)
+    try:
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **settings)
+        without = tokenizer.apply_chat_template(chat, add_generation_prompt=False, **settings)
+    except Exception as error:  # the template is a program of its author's
+        raise InputError(f"the chat template of {model_id} fails on a user's message ({error}); "
+                         "mend it, or delete it to have prompts taken as they are") from error
+    if "1 + 1" not in text:
+        raise InputError(f"the chat template of {model_id} leaves out the user's message; mend it, "
+                         "or delete it to have prompts taken as they are")
+    if text == without:
+        print(f"Warning: the chat template of {model_id} adds no generation prompt: responses "
+              "follow the user's turn directly, which is right for some models only")
+
+
+def check_overlap(problems):
+    """Held-out problems must not be trained on."""
+    trained_on = {problem["prompt"] for problem in problems.train}
+    both = [problem["prompt"] for problem in problems.held_out if problem["prompt"] in trained_on]
+    if both:
+        raise InputError(f"{len(both)} of {len(problems.held_out)} held-out problems are also "
+                         f"trained on, for example {both[0][:80]!r}; take them out of one of the "
+                         "two lists")
+
+
+def notes_on_kl(cfg):
+    """Returns a line for each way in which the KL term is not what its name says."""
+    kl = cfg.kl
+    notes = []
+    if kl.gradient == "as_written" and kl.placement != "reward" and kl.estimator != "exact":
+        meaning = {"k1": "its expected gradient is zero",
+                   "k2": "reverse KL in a rollout's first epoch, biased in later ones",
+                   "k3": "its gradient is that of forward KL(reference || policy)"}
+        notes.append(f"KL term: {kl.estimator} as written; {meaning[kl.estimator]}")
+    if kl.placement == "loss_to_go" and kl.estimator == "k3":
+        notes.append("KL term: the k3 of later tokens has no bound and enters the gradient; "
+                     "'exact' has less variance")
+    if kl.placement != "loss" and cfg.loss_average == "grpo":
+        notes.append(f"KL term: kl_in = {kl.placement!r} under loss_average = 'grpo' is weighted "
+                     "by 1 / own length, which is not the gradient of the sequence KL; 'dr_grpo' "
+                     "is")
+    return notes
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Time limits, and an engine that can be started again
+
+class TimedOut(BaseException):
+    """Not an Exception, so that the code that took too long cannot catch it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raises TimedOut inside after so many seconds. There is no limit on Windows and outside the
+    main thread, which hear no SIGALRM. Python code is stopped; a call that never returns from C
+    is not."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and hasattr(signal, "setitimer")):
+        yield
+        return
+
+    def ring(*_):
+        raise TimedOut
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, should the first be swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class RestartedVLLM:
+    """vLLM's LLM, as far as starter.py calls it. A call that fails or takes longer than
+    ENGINE_SECONDS is made once more, in a new engine with the present weights. A second failure
+    in the same call raises RunStopped."""
+
+    def __init__(self, start, policy, ranks):
+        self.start = start
+        self.policy = policy
+        self.ranks = ranks
+        self.llm = start()
+
+    def call(self, name, *args, **settings):
+        for attempt in (1, 2):
+            try:
+                with time_limit(ENGINE_SECONDS):
+                    if self.llm is None:
+                        self.llm = self.start()
+                        starter.load_policy_into_vllm_instance(self.policy, self.llm)
+                    return getattr(self.llm, name)(*args, **settings)
+            except (Exception, TimedOut) as error:
+                what = f"failed ({type(error).__name__}: {error})"
+                if isinstance(error, TimedOut):
+                    what = f"did not return within {ENGINE_SECONDS:g} s"
+            self.llm = None
+            gc.collect()
+            again = attempt == 1 and self.ranks.world == 1  # other ranks give no weights now
+            if not again:
+                times = ", twice" if attempt == 2 else ""
+                raise RunStopped(f"vLLM's {name} {what}{times}; resume = True goes on from the "
+                                 "checkpoint")
+            print(f"Warning: vLLM's {name} {what}; it is started again with the present weights",
+                  flush=True)
+
+    def __getattr__(self, name):
+        return functools.partial(self.call, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Checksums
+
+def sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_of_weights(model):
+    """Returns the SHA-256 of a model's parameters: which start this is, whatever its folder."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def wrong_files(checkpoint):
+    """Returns the names of a checkpoint's files that have not the checksum noted for them."""
+    try:
+        lines = (checkpoint / "SHA256SUMS").read_text().splitlines()
+        sums = dict(line.split("  ")[::-1] for line in lines)
+        return [name for name in ("state.json", *sums)
+                if sums.get(name) != sha256(checkpoint / name)]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Settings of the KL term that change nothing
+
+def effects_of(cfg, policy, ref_model, batch, parts):
+    """Returns what the KL settings in cfg change: the gradient of one weight matrix on this
+    batch, a walk of beta, the loss."""
+    last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
+    rows = dict(batch)
+    loss, _, _ = starter.grpo_microbatch_step(policy, rows, cfg, ref_model, cfg.kl_coef,
+                                              parts.compute)
+    gradient = last.grad.clone()
+    policy.zero_grad()
+    highest = 1.0 if cfg.reward is starter.reward_fn else math.inf
+    walk = [(1.0, highest), (0.1, 0.0), (0.01, 0.5), (0.03, 0.85)]  # KL, reward
+    controller = starter.KLController(cfg.kl_coef, cfg.kl)
+    betas = []
+    for i in range(max(8, cfg.n_train_steps)):
+        kl, reward = walk[i % 4]
+        controller.update(kl, min(reward, cfg.reward_threshold + 1))
+        betas.append(controller.beta)
+    return gradient, torch.tensor(betas) / cfg.kl_coef, loss
+
+
+def refuse_settings_without_effect(cfg, policy, ref_model, responses, parts):
+    """Raises InputError for a KL setting that differs from main()'s and changes neither loss nor
+    gradient nor coefficient.
+
+    Compares one microbatch, and a walk of the coefficient rule, with the setting and without it.
+    The reference moves away from the policy token by token: at the start it equals the policy,
+    and no setting could do anything.
+    """
+    defaults = {name: p.default for name, p in inspect.signature(starter.main).parameters.items()}
+    names = [name for name in starter.KL_NAMES if name != "kl_coef"]
+    changed = [name for name in names if getattr(cfg, name) != defaults[name]]
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
+    batch["weights"] = starter.token_weights(batch["response_mask"], cfg.loss_average,
+                                             cfg.max_new_tokens)
+    with torch.no_grad():
+        hidden = parts.compute.hidden_states(ref_model, batch)  # (N, H)
+    far = torch.linspace(0, 1, len(hidden), device=hidden.device)[:, None]
+    batch["ref_hidden"] = hidden + far * (2 * hidden.roll(1, 0) - hidden)
+    if cfg.epochs_per_rollout > 1:
+        batch["old_log_probs"] = batch["rollout_log_probs"].flip(0)  # ratios other than 1
+    cfg = SimpleNamespace(**vars(cfg) | {"bf16": False})
+    with_all = effects_of(cfg, policy, ref_model, batch, parts)
+    for name in changed:
+        other = SimpleNamespace(**vars(cfg) | {name: defaults[name]})
+        other.kl = starter.kl_settings(other)
+        without = effects_of(other, policy, ref_model, batch, parts)
+        same = [(a - b).norm() <= 1e-6 * a.norm() for a, b in zip(with_all, without)]
+        if other.kl != cfg.kl and all(same):
+            raise InputError(f"{name} = {getattr(cfg, name)!r} changes nothing here: loss and "
+                             "gradient are the same without it; leave it at "
+                             f"{defaults[name]!r}")
+    without = effects_of(SimpleNamespace(**vars(cfg) | {"kl_coef": cfg.kl_coef * 1e-9}), policy,
+                         ref_model, batch, parts)
+    if (with_all[0] - without[0]).norm() <= 1e-6 * with_all[0].norm():
+        raise InputError(f"kl_coef = {cfg.kl_coef!r} changes nothing here: loss and gradient are "
+                         "the same without it; use a larger one")
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The run
+
+class GuardedRun(starter.Run):
+    """starter.Run with guards and reports."""
+
+    def __init__(self, cfg, ranks):
+        super().__init__(cfg, ranks)
+        self.saved = self.state.get("step")
+        if cfg.use_kl_penalty:
+            self.lines += notes_on_kl(cfg)
+
+    @staticmethod
+    def check_settings(cfg):
+        check_every_setting(cfg)
+        starter.check_settings(cfg)
+
+    # --- checkpoints
+
+    def newest_checkpoint(self):
+        """Returns the newest whose files have their checksums. Names those that do not."""
+        folders = sorted(self.folder.glob("checkpoints/step_*"), reverse=True)
+        for folder in folders:
+            wrong = wrong_files(folder)
+            if not wrong:
+                return folder
+            print(f"Warning: {folder} is damaged ({wrong[0]}); going back to the checkpoint before "
+                  "it", flush=True)
+        if folders:
+            raise InputError(f"no checkpoint of {self.folder} is whole; use resume = False to "
+                             "begin a new run")
+        return None
+
+    def before_rename(self, unfinished):
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        (unfinished / "SHA256SUMS").write_text("".join(sums))
+
+    def save(self):
+        """A disk that refuses costs one line and this checkpoint, not the run."""
+        from safetensors import SafetensorError
+        try:
+            if self.ranks.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)  # should it have vanished
+                self.write_settings()
+            super().save()
+            self.saved = self.state["step"]
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.folder / "checkpoints" / "unfinished", ignore_errors=True)
+            print(f"Warning: no checkpoint of step {self.state['step']}: {error}; the one before "
+                  "it stays", flush=True)
+
+    def open(self, policy, optimizer):
+        if self.ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            copied = self.folder / Path(starter.__file__).name
+            now = Path(starter.__file__).read_bytes()
+            if copied.is_file() and copied.read_bytes() != now:
+                before = copied.with_name(f"{copied.stem}_until_"
+                                          f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.py")
+                copied.rename(before)
+                print(f"{copied.name} has changed since this run began; the old one is kept as "
+                      f"{before.name}")
+        super().open(policy, optimizer)
+
+    def lock(self):
+        """Raises InputError where another process is at work in this folder. The lock goes when
+        the process does."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        self.lock_file = open(self.folder / ".lock", "a")
+        try:
+            fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise InputError(f"{self.folder} is in use by another process; wait until it ends, or "
+                             "use resume = False") from None
+
+    def log(self, what, *values):
+        """Where TensorBoard's file cannot be written, a new one is begun."""
+        for attempt in (1, 2):
+            try:
+                return super().log(what, *values)
+            except OSError as error:
+                self.writer = None
+                then = "a new file is begun" if attempt == 1 else "this entry is lost"
+                print(f"Warning: the log of {self.folder} could not be written ({error}); {then}",
+                      flush=True)
+
+    def weights_move(self):
+        self.between_states = True
+
+    def end_of_step(self):
+        self.between_states = False
+        super().end_of_step()
+
+    @contextlib.contextmanager
+    def guarded(self):
+        """Whatever stops the loop between two updates costs no finished step."""
+        self.between_states = False
+        with super().guarded():
+            try:
+                yield
+            except Exception:
+                finished = self.state.get("step")
+                alone = self.ranks.world == 1  # the other ranks are at work: they give no weights
+                if alone and finished and finished != self.saved and not self.between_states:
+                    self.save()
+                raise
+
+    # --- the start
+
+    def check_start(self, policy, ref_model, tokenizer, problems, parts):
+        check_tokenizer(policy, tokenizer, self.cfg.model_id)
+        check_overlap(problems)
+        start = hash_of_weights(policy)
+        if self.state.get("start", start) != start:
+            raise InputError(f"model_id = {str(self.cfg.model_id)!r} holds other weights than "
+                             "those that the run began with; put these back, or use resume = False")
+        known = json.dumps([problems.train, problems.held_out], default=str).encode()
+        known = hashlib.sha256(known).hexdigest()
+        if self.state.get("problems", known) != known:
+            raise InputError(f"the problems are not those that {self.folder} began with; put their "
+                             "files back, or use resume = False")
+        self.state = self.state | {"start": start, "problems": known}
+        value = self.reward_of(self.cfg.reward, "<answer>1</answer>", problems.train[0])
+        if not math.isfinite(value):
+            raise InputError(f"reward returned {value} on the text '<answer>1</answer>'; it must "
+                             "return one finite number for every text")
+        if ref_model is not None:
+            prompts = starter.prompt_ids_of(problems.train[:2], tokenizer)
+            vocabulary = policy.config.get_text_config().vocab_size
+            responses = starter.responses_for_check(prompts, min(self.cfg.max_new_tokens, 16),
+                                                    vocabulary)
+            responses = [r._replace(log_probs=starter.own_log_probs(
+                policy, r, self.cfg.temperature)[0].tolist()) for r in responses]
+            refuse_settings_without_effect(self.cfg, policy, ref_model, responses, parts)
+
+    def start_engine(self, start, policy):
+        return RestartedVLLM(start, policy, self.ranks)
+
+    # --- the loop
+
+    def reward_of(self, reward, text, problem):
+        try:
+            with time_limit(REWARD_SECONDS):
+                return super().reward_of(reward, text, problem)
+        except TimedOut:
+            raise InputError(f"reward took more than {REWARD_SECONDS:g} s on the text "
+                             f"{text[:200]!r}; it must return one number for every text") from None
+
+    def accumulate(self, accumulate_gradients, microbatches):
+        """After a lack of memory nothing of the attempt is left in the gradients, and the step is
+        repeated with microbatches of half the rows."""
+        while True:
+            try:
+                return super().accumulate(accumulate_gradients, microbatches)
+            except RuntimeError as error:
+                if self.ranks.world > 1 or not starter.is_out_of_memory(error):
+                    raise  # the other ranks do not know of it
+            self.policy.zero_grad()
+            microbatches = halved(microbatches)
+            max_tokens = max(rows["labels"].numel() for rows in microbatches)
+            self.state = self.state | {"max_tokens": max_tokens}
+            print(f"Warning: out of memory: microbatches of {max_tokens} tokens from here on",
+                  flush=True)
+
+    def skipped(self, step, broken, problems, texts, rewards, responses):
+        """Keeps what the step was about to learn from."""
+        line = super().skipped(step, broken, problems, texts, rewards, responses)
+        path = self.folder / f"skipped_step_{step}.json"
+        group_size = len(texts) // len(problems)
+        rows = [{"prompt": problems[i // group_size]["prompt"], "text": texts[i],
+                 "reward": rewards[i].item(), "ids": r.response_ids, "log_probs": r.log_probs}
+                for i, r in enumerate(responses)]
+        if self.ranks.rank:
+            return line
+        try:
+            path.write_text(json.dumps({"step": step, "not finite": broken, "responses": rows},
+                                       indent=1))
+        except OSError as error:
+            return f"{line}; its responses could not be kept: {error}"
+        return f"{line}; its responses: {path}"
+
+    def warnings(self, metrics, step):
+        """Each sign of trouble is a line, a forgotten skill at every evaluation, others once."""
+        is_evaluation = "solved" in metrics
+        first_name = "before" if is_evaluation else "first"
+        first = self.state.get(first_name) or metrics
+        signs = warning_signs(metrics, first, self.cfg, step)
+        if is_evaluation:
+            return [f"Warning: {text}" for text in signs.values()]
+        said = set(self.state.get("said", []))
+        new = [sign for sign in signs if sign not in said]
+        self.state = self.state | {"first": first, "said": sorted(said | set(new))}
+        return [f"Warning: {signs[sign]}" for sign in new]
+
+    def report(self, result, kl, tokenizer):
+        """Adds kl_by_token.json: nats and tokens by position and by token."""
+        tables = {}
+        for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
+            nats = key.bincount(kl[0]).tolist()
+            counts = key.bincount().tolist()
+            tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: [x, n]
+                            for i, (x, n) in enumerate(zip(nats, counts)) if n}
+        (self.folder / "kl_by_token.json").write_text(json.dumps(tables) + "\n")
+        text = super().report(result, kl, tokenizer)
+        forgot = [name for name in result["after"] if name.startswith("retention_")
+                  and result["after"][name] < result["before"][name] - 0.05]
+        if forgot and not self.cfg.use_kl_penalty:
+            text += ("\nto keep the other skills, set use_kl_penalty = True in main() "
+                     "(README_KL.md: how to choose kl_coef)")
+        return text
+
+
+def halved(microbatches):
+    """Returns the same rows in microbatches of half the rows. The reference reads them again."""
+    if all(len(rows["labels"]) == 1 for rows in microbatches):
+        raise RunStopped("out of memory with a single response at a time; lower max_new_tokens, "
+                         "set gradient_checkpointing = True, or take a smaller model; resume = "
+                         "True then goes on")
+    halves = []
+    for rows in microbatches:
+        n = (len(rows["labels"]) + 1) // 2
+        for part in (slice(n), slice(n, None)):
+            if len(rows["labels"][part]):
+                halves.append({name: tensor[part] for name, tensor in rows.items()
+                               if name not in ("ref_hidden", "ref_log_probs")})
+    return halves
+
+
+def warning_signs(metrics, first, cfg, step):
+    """Metrics of a step or an evaluation, those of the first -> {sign: text} of what is wrong."""
+    kl = metrics.get("kl_per_token", 0.1)
+    learnt = metrics.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
+    signs = {}
+    if kl > 0.2:
+        signs["drift"] = (f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise "
+                          "kl_coef")
+    if kl < 0.01 and not learnt and step > max(20, cfg.n_train_steps / 4):
+        signs["stuck"] = (f"KL is {kl:.4f} nats per token, below 0.01, and the reward has not "
+                          "risen: nothing is learnt; lower kl_coef or raise learning_rate")
+    if metrics.get("kl_capped_frac", 0) > 0.1:
+        signs["cut"] = ("over 10 % of the tokens have a smaller KL gradient than they should, "
+                        "since their ratio is cut; lower epochs_per_rollout or learning_rate")
+    if metrics["response_length"] > 1.5 * first["response_length"]:
+        signs["length"] = ("responses are 1.5 times as long as at first: KL per token can fall "
+                           "while KL per response rises; watch train/kl_per_sequence")
+    for name in metrics:
+        if name.startswith("retention_") and metrics[name] < first[name] - 0.05:
+            skill = name.removeprefix("retention_")
+            remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
+            signs[name] = (f"{skill} fell from {first[name]:.0%} to {metrics[name]:.0%}: another "
+                           f"skill is being forgotten; {remedy}")
+    return signs
