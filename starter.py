@@ -30,8 +30,8 @@ The loss is close to 0 by construction, because the advantages of a group sum to
 reward instead.
 
 Needs torch, transformers, tensorboard and tqdm, and vLLM for fast rollouts on a GPU. Tried with
-Python 3.11, torch 2.13, transformers 5.19 and vLLM 0.32. The folder support/ is optional: it
-makes the same computation faster, spreads it over several GPUs and adds guards around a run.
+Python 3.11, torch 2.13, transformers 5.16 to 5.19 and vLLM 0.32. The folder support/ is optional:
+it makes the same computation faster, spreads it over several GPUs and adds guards around a run.
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -1416,6 +1416,20 @@ def choose_compute(candidates, policy, prompts, cfg, ranks):
                      "another model, for example Qwen, Llama, Gemma, Mistral or SmolLM")
 
 
+def check_vllm(policy, llm, prompts, cfg):
+    """Raises RunStopped unless vLLM, given the policy's weights, samples with its log-probs."""
+    sampling = sampling_for(cfg, "self-check", group_size=2)
+    sampling = dataclasses.replace(sampling, max_new_tokens=min(16, cfg.max_new_tokens))
+    some_prompts = [min(prompts, key=len), max(prompts, key=len)]
+    try:
+        load_policy_into_vllm_instance(policy, llm)
+        check_sampler(policy, rollout_with_vllm(llm, some_prompts, sampling), sampling)
+    except Exception as error:  # code of vLLM runs here
+        raise RunStopped(f"vLLM does not sample as {type(policy).__name__} does "
+                         f"({type(error).__name__}: {str(error)[:300]}); use engine = "
+                         "'transformers'") from error
+
+
 # --------------------------------------------------------------------------------------------------
 # 12. Evaluation.  Held-out problems -> share solved; other skills -> what was forgotten.
 
@@ -1504,6 +1518,12 @@ def check_settings(cfg):
         value = getattr(cfg, name)
         if value not in allowed and not (name == "task" and callable(value)):
             raise InputError(f"{name} = {value!r} is not known; {nearest(value, allowed)}")
+    for name, least in (("n_train_steps", 1), ("group_size", 2), ("rollout_batch_size", 2),
+                        ("max_new_tokens", 1), ("epochs_per_rollout", 1), ("n_eval_problems", 1)):
+        value = getattr(cfg, name)
+        if not isinstance(value, numbers.Integral) or value < least:
+            raise InputError(f"{name} = {value!r} must be a whole number of at least {least}; use "
+                             f"{least} or more")
     if cfg.rollout_batch_size % cfg.group_size:
         near = max(1, cfg.rollout_batch_size // cfg.group_size) * cfg.group_size
         raise InputError(f"rollout_batch_size = {cfg.rollout_batch_size} is not a multiple of "
@@ -1518,6 +1538,7 @@ def check_settings(cfg):
     if cfg.model_id != "tiny" and not is_hub_name and not Path(cfg.model_id).is_dir():
         raise InputError(f"model_id = {str(cfg.model_id)!r} is not a folder; give a checkpoint "
                          "folder or a Hugging Face name")
+
 
 def kl_settings(cfg):
     """Returns the KLSettings in main()'s parameters."""
@@ -1763,6 +1784,14 @@ MAY_CHANGE = {"n_train_steps", "eval_every", "save_every", "out_dir", "resume", 
 MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
 
 
+def settings_of_run(folder):
+    """Returns the settings that a run began with, or None where there is no run."""
+    try:
+        return dict(json.loads((folder / "config.json").read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 class Run:
     """A run's folder: TensorBoard log, checkpoints, resume. support/runs.py adds guards."""
 
@@ -1781,29 +1810,26 @@ class Run:
         if cfg.resume:
             self.find_checkpoint()
         else:
-            stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-            names = [stamp, *(f"{stamp}-{i}" for i in range(2, 1000))]
-            folders = [Path(cfg.out_dir) / name for name in names]
-            self.folder = next(folder for folder in folders if not folder.exists())
+            self.folder = Path(cfg.out_dir) / time.strftime("%Y-%m-%d_%H-%M-%S")
 
     def find_checkpoint(self):
         cfg = self.cfg
         self.folder = Path(cfg.out_dir if cfg.resume is True else cfg.resume)
         if cfg.resume is True:
-            runs = [path.parent for path in self.folder.glob("*/config.json")]
+            runs = [path.parent for path in self.folder.glob("*/config.json")
+                    if settings_of_run(path.parent) is not None]
             self.folder = max(runs, default=self.folder)
-        try:
-            before = json.loads((self.folder / "config.json").read_text())["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
+        before = settings_of_run(self.folder)
+        if before is None:
             raise InputError(f"resume = {str(cfg.resume)!r}: there is no run that can be read in "
-                             f"{str(self.folder)!r}; use the folder of one, or resume = False"
-                             ) from None
-        changed = [name for name in self.settings if before.get(name) != self.settings[name]
-                   and name not in ("resume", "out_dir")]
+                             f"{str(self.folder)!r}; use the folder of one, or resume = False")
+        changed = [name for name in self.settings
+                   if name in before  # else a parameter that main() has got since
+                   and before[name] != self.settings[name] and name not in ("resume", "out_dir")]
         for name in changed:
             if name not in MAY_CHANGE:
                 raise InputError(f"{name} = {self.settings[name]!r} would break the curve of "
-                                 f"{self.folder}, which began with {before.get(name)!r}; use that "
+                                 f"{self.folder}, which began with {before[name]!r}; use that "
                                  "value, or resume = False")
         self.checkpoint = self.newest_checkpoint()
         if self.checkpoint is not None:
@@ -1816,8 +1842,10 @@ class Run:
                 self.state["max_tokens"] = cfg.max_tokens_per_microbatch
         where = f"after step {self.state['step']}" if self.state else "from the start"
         self.lines.append(f"resumed: {self.folder} {where}")
-        self.lines += [f"changed since: {name} = {self.settings[name]!r} "
-                       f"(was {before.get(name)!r})" for name in changed]
+        self.lines += [f"changed since: {name} = {self.settings[name]!r} (was {before[name]!r})"
+                       for name in changed]
+        self.lines += [f"new since: {name} = {self.settings[name]!r}"
+                       for name in self.settings if name not in before]
 
     def newest_checkpoint(self):
         return max(self.folder.glob("checkpoints/step_*"), default=None)
@@ -1829,9 +1857,13 @@ class Run:
         self.optimizer = optimizer
         if self.checkpoint is not None:
             self.load(self.checkpoint)
+            if self.state.get("parts") != self.cfg.parts:
+                print(f"the run began with parts: {self.state.get('parts')}; with others its bits "
+                      "will differ")
+        self.state = self.state | {"parts": self.cfg.parts}
         if self.ranks.rank:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         sizes = self.state.get("log_sizes", {})
         for path in self.folder.glob("events.*"):
             if path.name in sizes:
@@ -1841,9 +1873,18 @@ class Run:
         self.write_settings()
         script = Path(__file__)
         shutil.copy(script, self.folder / script.name)
-        if not self.state:
+        if self.checkpoint is None:
             lines = [f"    {name} = {value!r}" for name, value in self.settings.items()]
             self.log("add_text", "config", "\n".join(lines))
+
+    def make_folder(self):
+        """Makes the folder of a new run. Processes that start in the same second get one each."""
+        first = self.folder
+        for number in range(2, 1000):
+            try:
+                return self.folder.mkdir(parents=True, exist_ok=bool(self.cfg.resume))
+            except FileExistsError:
+                self.folder = first.with_name(f"{first.name}-{number}")
 
     def write_settings(self):
         text = json.dumps({"version": __version__, "settings": self.settings}, indent=1) + "\n"
@@ -1897,19 +1938,20 @@ class Run:
     def load(self, checkpoint):
         """Weights, AdamW's moments and random states as they were when it was written."""
         from safetensors.torch import load_file
+        weights = load_file(checkpoint / "weights.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                tensor = weights[name].to(parameter.device)
+                parameter.copy_(self.ranks.sharded_like(tensor, parameter))
         for path in checkpoint.glob("*.safetensors"):
-            named = load_file(path)
+            named = load_file(path) if path.stem != "weights" else {}
             for name, parameter in self.policy.named_parameters():
                 if name not in named:
                     continue
                 tensor = named[name].to(parameter.device)
                 if path.stem != "step":  # AdamW's count of steps is one number, on every process
                     tensor = self.ranks.sharded_like(tensor, parameter)
-                if path.stem == "weights":
-                    with torch.no_grad():
-                        parameter.copy_(tensor)
-                else:
-                    self.optimizer.state[parameter][path.stem] = tensor
+                self.optimizer.state[parameter][path.stem] = tensor
         set_random_states(self.state)
 
     def remaining_steps(self):
@@ -1932,7 +1974,8 @@ class Run:
         if seen or due or step == self.cfg.n_train_steps:
             self.save()
         if seen:
-            print(f"stopped after step {step}; resume = True goes on from there", flush=True)
+            print(f"stopped after step {step}; resume = True goes on from the last checkpoint",
+                  flush=True)
             raise SystemExit(128 + seen)
         if self.state["skipped_in_a_row"] >= MAX_SKIPPED_STEPS:
             raise RunStopped(f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is "
@@ -2048,6 +2091,9 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
     prompts_per_step = cfg.rollout_batch_size // cfg.group_size
 
     for step in run.remaining_steps():
+        if cfg.eval_every and step > 1 and (step - 1) % cfg.eval_every == 0:
+            # The step before is complete and saved, so that a failure in here loses nothing.
+            evaluate_and_log(step - 1, policy, llm, tokenizer, problems, cfg, parts)
         seconds = defaultdict(float)
         with timed(seconds, "total"):
             # 1. Sample a group of responses to each prompt with the current policy.
@@ -2103,7 +2149,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                     metrics["adaptive_kl/current_beta"] = controller.beta
                     controller.update(means["kl_per_token"].item(), metrics["reward_mean"])
 
-        # 5. Log, evaluate and save.
+        # 5. Log and save.
         metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
         metrics |= {"lr": optimizer.param_groups[0]["lr"],
                     "response_length": n_tokens / len(responses),
@@ -2118,8 +2164,6 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
         if broken:
             lines.append(run.skipped(step, broken, asked, texts, rewards, responses))
         tqdm.write("\n".join(lines))
-        if cfg.eval_every and step % cfg.eval_every == 0 and step < cfg.n_train_steps:
-            evaluate_and_log(step, policy, llm, tokenizer, problems, cfg, parts)
         first = run.state["first_difference"]
         run.state = run.state | {
             "step": step, "tokens": run.state["tokens"] + n_tokens,
@@ -2150,15 +2194,21 @@ TINY = dict(
 )
 
 
+# Without a GPU the built-in model takes the place of this one. Another model_id in main() is kept.
+NEEDS_GPU = "Qwen/Qwen3-1.7B"
+
+
 def with_preset(main):
     """Calls main() with the values of TINY, but for those that the caller gives, where the
-    built-in model is trained: model_id = "tiny", or no model_id and no GPU."""
+    built-in model is trained: model_id = "tiny", or NEEDS_GPU without a GPU."""
     parameters = inspect.signature(main).parameters
 
     @functools.wraps(main)
     def call(**given):
         check_given(given, parameters)
-        model_id = given.get("model_id", "" if torch.cuda.is_available() else "tiny")
+        model_id = given.get("model_id", parameters["model_id"].default)
+        if model_id == NEEDS_GPU and "model_id" not in given and not torch.cuda.is_available():
+            model_id = "tiny"
         if model_id != "tiny":
             return main(**given)
         preset = {name: value for name, value in TINY.items() if name not in given}
@@ -2244,8 +2294,8 @@ def main(
     longest = max(map(len, prompts)) + cfg.max_new_tokens
     check_context(policy, longest, cfg)
     compute, lines = choose_compute(candidates, policy, prompts, cfg, ranks)
-    print(*lines, f"parts: compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}",
-          sep="\n")
+    cfg.parts = f"compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}"
+    print(*lines, f"parts: {cfg.parts}", sep="\n")
     if cfg.gradient_checkpointing:
         policy.train()
         policy.gradient_checkpointing_enable()
@@ -2264,6 +2314,8 @@ def main(
         start = functools.partial(init_vllm, model_folder, cfg.seed, longest, cfg.gpu_mem_util,
                                   cfg.bf16)
         llm = run.start_engine(start, policy)
+        if ranks.world == 1:  # of several processes each holds a part of the weights
+            check_vllm(policy, llm, prompts, cfg)
     optimizer = torch.optim.AdamW(policy.parameters(), cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
     run.open(policy, optimizer)
@@ -2449,9 +2501,12 @@ def test_functions():
 
 
 def show_one_sentence(kind, error, trace):
-    """Shows our own errors as their sentence. STARTER_TRACEBACK=1 shows where they were raised."""
-    if issubclass(kind, (InputError, RunStopped)) and not os.environ.get("STARTER_TRACEBACK"):
-        print("starter.py stopped:", " ".join(str(error).split()), file=sys.stderr)
+    """Shows our own errors as their sentence, and Ctrl-C as a line. STARTER_TRACEBACK=1 shows
+    where they were raised."""
+    ours = issubclass(kind, (InputError, RunStopped, KeyboardInterrupt))
+    if ours and not os.environ.get("STARTER_TRACEBACK"):
+        why = " ".join(str(error).split()) or "interrupted"
+        print("starter.py stopped:", why, file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -132,6 +132,8 @@ def check_every_setting(cfg):
     rules = [(f"one of {known}, or a function", is_task, dict(task="countdown")), *RULES]
     for requirement, works, examples in rules:
         for name, example in examples.items():
+            if name not in cfg.parameters:  # somebody has taken it out of main()
+                continue
             value = getattr(cfg, name)
             if not works(value):
                 options = re.findall(r"'(\w+)'", requirement)
@@ -218,6 +220,22 @@ def check_overlap(problems):
         raise InputError(f"{len(both)} of {len(problems.held_out)} held-out problems are also "
                          f"trained on, for example {both[0][:80]!r}; take them out of one of the "
                          "two lists")
+
+
+def estimated_time(policy, cfg):
+    """Returns a line with the most that a run on a CPU may take: sampling and learning take about
+    eight operations per parameter and token, at the speed of a large matrix product here."""
+    side = 1024
+    matrix = torch.ones(side, side)
+    start = time.perf_counter()
+    for _ in range(3):
+        matrix @ matrix
+    operations_per_second = 3 * 2 * side**3 / (time.perf_counter() - start)
+    n_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    tokens = cfg.rollout_batch_size * cfg.max_new_tokens
+    seconds = 8 * n_parameters * tokens * cfg.epochs_per_rollout / operations_per_second
+    return (f"on this CPU a step of full responses may take about {seconds:.1f} s, all "
+            f"{cfg.n_train_steps} steps {seconds * cfg.n_train_steps / 60:.0f} min")
 
 
 def notes_on_kl(cfg):
@@ -368,7 +386,7 @@ def refuse_settings_without_effect(cfg, policy, ref_model, responses, parts):
     and no setting could do anything.
     """
     defaults = {name: p.default for name, p in inspect.signature(starter.main).parameters.items()}
-    names = [name for name in starter.KL_NAMES if name != "kl_coef"]
+    names = [name for name in starter.KL_NAMES if name != "kl_coef" and name in defaults]
     changed = [name for name in names if getattr(cfg, name) != defaults[name]]
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), policy.device)
     batch["weights"] = starter.token_weights(batch["response_mask"], cfg.loss_average,
@@ -448,19 +466,17 @@ class GuardedRun(starter.Run):
             print(f"Warning: no checkpoint of step {self.state['step']}: {error}; the one before "
                   "it stays", flush=True)
 
-    def open(self, policy, optimizer):
-        if self.ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock()
-            copied = self.folder / Path(starter.__file__).name
-            now = Path(starter.__file__).read_bytes()
-            if copied.is_file() and copied.read_bytes() != now:
-                before = copied.with_name(f"{copied.stem}_until_"
-                                          f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.py")
-                copied.rename(before)
-                print(f"{copied.name} has changed since this run began; the old one is kept as "
-                      f"{before.name}")
-        super().open(policy, optimizer)
+    def make_folder(self):
+        super().make_folder()
+        self.lock()
+        copied = self.folder / Path(starter.__file__).name
+        now = Path(starter.__file__).read_bytes()
+        if copied.is_file() and copied.read_bytes() != now:
+            before = copied.with_name(f"{copied.stem}_until_"
+                                      f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.py")
+            copied.rename(before)
+            print(f"{copied.name} has changed since this run began; the old one is kept as "
+                  f"{before.name}")
 
     def lock(self):
         """Raises InputError where another process is at work in this folder. The lock goes when
@@ -523,6 +539,8 @@ class GuardedRun(starter.Run):
             raise InputError(f"the problems are not those that {self.folder} began with; put their "
                              "files back, or use resume = False")
         self.state = self.state | {"start": start, "problems": known}
+        if policy.device.type == "cpu" and self.cfg.model_id != "tiny":
+            print(estimated_time(policy, self.cfg))
         value = self.reward_of(self.cfg.reward, "<answer>1</answer>", problems.train[0])
         if not math.isfinite(value):
             raise InputError(f"reward returned {value} on the text '<answer>1</answer>'; it must "
