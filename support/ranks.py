@@ -116,8 +116,9 @@ class Ranks(starter.OneProcess):
             given[least] += work[prompt].item()
             owner[prompt_of == prompt] = least
         # Each rank cuts for all, which spares a message about their numbers.
-        cuts = [cut({name: tensor[owner == rank] for name, tensor in batch.items()}, max_tokens)
-                for rank in range(self.world)]
+        of_ranks = [{name: tensor[owner == rank] for name, tensor in batch.items()}
+                    for rank in range(self.world)]
+        cuts = [cut(rows, max_tokens) if len(rows["labels"]) else [] for rows in of_ranks]
         empty = starter.take_rows(batch, slice(1), 1)
         empty["response_mask"] = torch.zeros_like(empty["response_mask"])
         own = cuts[self.rank]

@@ -526,8 +526,10 @@ class GuardedRun(starter.Run):
 
     # --- the start
 
-    def check_start(self, policy, ref_model, tokenizer, problems, parts):
+    def check_model(self, policy, tokenizer):
         check_tokenizer(policy, tokenizer, self.cfg.model_id)
+
+    def check_start(self, policy, ref_model, tokenizer, problems, parts):
         check_overlap(problems)
         start = hash_of_weights(policy)
         if self.state.get("start", start) != start:

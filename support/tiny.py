@@ -185,8 +185,11 @@ def make_tiny(
     tokenizer.save_pretrained(unfinished)
     lines = [json.dumps(problem) + "\n" for problem in skills]
     (unfinished / "retention.jsonl").write_text("".join(lines))
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    if (folder / "config.json").is_file():  # another process was faster
+        shutil.rmtree(unfinished)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
     others = ", ".join(f"{skill} {can[f'retention_{skill}']:.0%}" for skill in SKILLS)
     print(f"  greedy, held out: countdown {can['solved']:.0%}, {others} | "
           f"{time.time() - start:.0f} s")

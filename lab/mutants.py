@@ -1,0 +1,348 @@
+"""Plants one fault at a time into a copy of the repository and expects the tests to fail.
+
+    python -m lab.mutants                 runs the faults that lab/results/mutants.csv lacks
+    python -m lab.mutants --only runs.py  those whose file, text or tests contain this
+    python -m lab.mutants --list          prints them, with the test that caught each
+    python -m lab.mutants --check         whether each fault's text stands exactly once
+    python -m lab.mutants --quick         only the likeliest tests; keeps what these catch
+
+The faults are in lab/faults.py. The likeliest tests run first, the others if these pass. A fault
+that no test catches survives: either a test is missing, or the fault changes nothing that matters
+and leaves the list, with the reason.
+
+Two run at a time, each in a fork of this process, which has imported torch and transformers.
+Needs os.fork (Linux, macOS).
+"""
+import argparse
+import csv
+import gc
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lab.faults import SECTIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "lab" / "results" / "mutants.csv"
+COLUMNS = ["file", "stands", "becomes", "caught_by", "commit"]
+AT_ONCE = 2
+TIME_LIMIT = 300  # seconds, or three times as long as without a fault; a hang counts as caught
+CONTROL_LIMIT = 1800  # seconds, without a fault
+# These tests compare pages and lists with one another. A planted fault always changes them.
+LEFT_OUT = ("tests/test_lab.py", "tests/test_docs.py")
+
+
+class Fault(NamedTuple):
+    file: str
+    stands: str
+    becomes: str
+    tests: str = ""  # the files likeliest to catch it, apart by spaces
+    slow: str = ""  # pytest -k, where only slow tests can
+
+    @property
+    def key(self):
+        return self.file, self.stands, self.becomes
+
+
+def all_faults():
+    return [Fault(section.file, stands, becomes, section.tests, section.slow)
+            for section in SECTIONS for stands, becomes in section.faults]
+
+
+def misplaced(faults):
+    """Returns a line for each fault whose text does not stand exactly once, or that stands twice
+    in the list, or changes nothing."""
+    lines = []
+    texts = {fault.file: (ROOT / fault.file).read_text() for fault in faults}
+    times = Counter(fault.key for fault in faults)
+    for fault in faults:
+        n = texts[fault.file].count(fault.stands)
+        if n != 1:
+            lines.append(f"{fault.file}: stands {n} times: {fault.stands!r}")
+        if times[fault.key] > 1:
+            lines.append(f"{fault.file}: is in the list {times[fault.key]} times: {fault.stands!r}")
+        if fault.stands == fault.becomes:
+            lines.append(f"{fault.file}: changes nothing: {fault.stands!r}")
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------
+# A copy of the repository, and pytest in it
+
+def copy_repository(folder):
+    """Copies all files that git knows or does not ignore, and links the built-in model."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    if (ROOT / "tiny").is_dir():
+        (folder / "tiny").symlink_to(ROOT / "tiny")
+
+
+def plant(fault, folder):
+    path = folder / fault.file
+    text = path.read_text()
+    assert text.count(fault.stands) == 1, fault
+    path.write_text(text.replace(fault.stands, fault.becomes))
+
+
+def test_files(fault, folder):
+    """Returns the test files that are likeliest to catch the fault, and the others."""
+    found = [path.relative_to(folder).as_posix()
+             for path in [folder / "test_starter.py", *sorted(folder.glob("tests/test_*.py"))]]
+    found = [name for name in found if name not in LEFT_OUT]
+    likeliest = [name for name in fault.tests.split() if name in found]
+    others = [name for name in found if name not in likeliest and not fault.slow]
+    return likeliest, others
+
+
+def arguments_of(files, slow, failing=()):
+    """failing: ids of tests that fail without a fault, so that they can catch none."""
+    chosen = ["-k", slow] if slow else ["-m", "not slow"]
+    return ["-q", "-p", "no:cacheprovider", *files, *chosen,
+            *(f"--deselect={test}" for test in failing)]
+
+
+def import_once():
+    """Imports what all tests import. Each fork then begins with it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("pytest", "torch", "torch.utils.tensorboard", "safetensors.torch",
+                 "transformers.generation.utils", "transformers.modeling_utils",
+                 "transformers.models.auto.modeling_auto", "transformers.masking_utils",
+                 "transformers.models.auto.tokenization_auto",
+                 "transformers.models.qwen3.modeling_qwen3"):
+        importlib.import_module(name)
+    if importlib.util.find_spec("hypothesis"):
+        importlib.import_module("hypothesis")
+    gc.collect()
+    gc.freeze()  # else the end of each fork copies what it shares with this process
+
+
+def start(arguments, folder):
+    """Starts pytest in a fork whose modules are those of the folder. Returns its process id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 70  # of a fork that fails outside pytest
+    try:
+        os.setsid()  # so that the processes that it starts can be ended with it
+        os.chdir(folder)
+        output = os.open(folder / "pytest.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.path = [str(folder)] + [path for path in sys.path if path not in ("", str(ROOT))]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
+            del sys.modules[name]
+        import pytest
+        status = int(pytest.main(arguments))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+class Job(NamedTuple):
+    name: Any  # whatever tells the caller which this was
+    arguments: list  # of pytest
+    folder: Path
+
+
+class Outcome(NamedTuple):
+    failed: bool
+    tests: list  # ids of those that failed
+    seconds: float
+    output: str
+
+
+def run_all(next_job, limit):
+    """next_job() -> a Job, or None if there is none at present. Yields (job, Outcome) as they
+    end, until none is left. limit: seconds for each."""
+    running = {}  # process id: (job, time of its start)
+    while True:
+        while len(running) < AT_ONCE and (job := next_job()):
+            running[start(job.arguments, job.folder)] = job, time.monotonic()
+        if not running:
+            return
+        time.sleep(0.1)
+        for child, (job, began) in list(running.items()):
+            seconds = time.monotonic() - began
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended and seconds < limit:
+                continue
+            kill_with_its_processes(child)
+            output = (job.folder / "pytest.txt").read_text(errors="replace")
+            failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[| |$)", output, flags=re.M)
+            if not ended:
+                os.waitpid(child, 0)
+                failed = ["a hang"]
+            del running[child]
+            nothing_to_run = ended and os.waitstatus_to_exitcode(status) == 5
+            yield job, Outcome(status != 0 and not nothing_to_run or not ended, failed, seconds,
+                               output)
+
+
+def kill_with_its_processes(child):
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+# --------------------------------------------------------------------------------------------------
+# The csv file
+
+def read_results():
+    if not RESULTS.is_file():
+        return {}
+    with open(RESULTS, newline="") as file:
+        return {(row["file"], row["stands"], row["becomes"]): row for row in csv.DictReader(file)}
+
+
+def write_results(rows, faults):
+    """Rows of faults that have left the list go."""
+    unfinished = RESULTS.with_suffix(".unfinished")
+    with open(unfinished, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows[fault.key] for fault in faults if fault.key in rows)
+    unfinished.replace(RESULTS)
+
+
+def mutants_table():
+    """Planted faults by file, how many were caught, and those that were not, as markdown."""
+    rows = list(read_results().values())
+    lines = ["| file | planted | caught |", "| --- | --- | --- |"]
+    for file in dict.fromkeys(row["file"] for row in rows):
+        of_file = [row for row in rows if row["file"] == file]
+        caught = sum(row["caught_by"] != "" for row in of_file)
+        lines.append(f"| {file} | {len(of_file)} | {caught} |")
+    missed = [f"`{row['stands'].strip()}` → `{row['becomes'].strip()}`"
+              for row in rows if row["caught_by"] == ""]
+    if missed:
+        lines += ["", f"Not caught: {'; '.join(missed)}."]
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+def run_without_fault(snapshot, faults, quick):
+    """Returns the ids of the tests that fail in the snapshot as it is, which can catch no fault,
+    and the seconds of the longest run of pytest."""
+    files = defaultdict(set)
+    for fault in faults:
+        likeliest, others = test_files(fault, snapshot)
+        files[fault.slow].update(likeliest, [] if quick else others)
+    jobs = deque()
+    for i, (slow, names) in enumerate(files.items()):
+        folder = snapshot.with_name(f"control_{i}")
+        shutil.copytree(snapshot, folder, symlinks=True)
+        if names:
+            jobs.append(Job("control", arguments_of(sorted(names), slow), folder))
+    failing = set()
+    longest = 0.0
+    for job, outcome in run_all(lambda: jobs.popleft() if jobs else None, CONTROL_LIMIT):
+        failing.update(outcome.tests)
+        longest = max(longest, outcome.seconds)
+        if outcome.failed and (not outcome.tests or outcome.tests == ["a hang"]):
+            sys.exit(f"the tests do not run without a fault:\n{outcome.output[-3000:]}")
+    return sorted(failing), longest
+
+
+def caught_by(outcome):
+    """Returns the name of the first test that failed; "" where none did."""
+    if not outcome.failed:
+        return ""
+    if not outcome.tests:
+        return "cannot be imported"
+    return outcome.tests[0].rpartition("::")[2]
+
+
+def run_faults(faults, todo, quick):
+    """Plants each fault of todo and keeps what caught it. faults: the whole list."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True,
+                            capture_output=True).stdout.strip()
+    import_once()
+    n_done, n_survived = 0, 0
+    with tempfile.TemporaryDirectory() as name:
+        snapshot = Path(name) / "snapshot"
+        snapshot.mkdir()
+        copy_repository(snapshot)
+        failing, longest = run_without_fault(snapshot, todo, quick)
+        print(f"without a fault: at most {longest:.0f} s", flush=True)
+        for test in failing:
+            print(f"fails without a fault, so that it can catch none: {test}", flush=True)
+
+        waiting = deque(enumerate(todo))
+        second = deque()  # jobs with the other tests, for faults that the likeliest did not catch
+
+        def next_job():
+            if second:
+                return second.popleft()
+            if not waiting:
+                return None
+            i, fault = waiting.popleft()
+            folder = Path(name) / f"fault_{i}"
+            shutil.copytree(snapshot, folder, symlinks=True)
+            plant(fault, folder)
+            likeliest, others = test_files(fault, snapshot)
+            return Job((fault, others), ["-x", *arguments_of(likeliest, fault.slow, failing)],
+                       folder)
+
+        for job, outcome in run_all(next_job, max(TIME_LIMIT, 3 * longest)):
+            fault, others = job.name
+            caught = caught_by(outcome)
+            if not caught and others and not quick:
+                second.append(Job((fault, []), ["-x", *arguments_of(others, "", failing)],
+                                  job.folder))
+                continue
+            shutil.rmtree(job.folder)
+            n_done += 1
+            n_survived += not caught
+            print(f"{n_done} of {len(todo)} | {fault.file} | {caught or 'SURVIVED'} | "
+                  f"{outcome.seconds:.0f} s | {fault.stands!r} -> {fault.becomes!r}", flush=True)
+            if caught or not quick:
+                row = dict(zip(COLUMNS, (*fault.key, caught, commit)))
+                write_results(read_results() | {fault.key: row}, faults)
+    print(f"{n_done - n_survived} of {n_done} planted faults caught")
+    return 1 if n_survived else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m lab.mutants")
+    parser.add_argument("--only", default="", help="whose file, text or tests contain this")
+    parser.add_argument("--again", action="store_true", help="also those that are in the csv")
+    parser.add_argument("--quick", action="store_true", help="only the likeliest tests")
+    parser.add_argument("--list", action="store_true", help="print the faults and what caught them")
+    parser.add_argument("--check", action="store_true", help="each text stands exactly once")
+    given = parser.parse_args()
+    faults = all_faults()
+    chosen = [fault for fault in faults if any(given.only in text for text in fault)]
+    rows = read_results()
+    if given.list:
+        for fault in chosen:
+            caught = rows[fault.key]["caught_by"] or "SURVIVED" if fault.key in rows else "not run"
+            print(f"{fault.file} | {caught} | {fault.stands!r} -> {fault.becomes!r}")
+        return 0
+    lines = misplaced(faults)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    if given.check or lines:
+        print(f"{len(faults)} faults, {len(lines)} misplaced")
+        return 1 if lines else 0
+    todo = [fault for fault in chosen if given.again or fault.key not in rows]
+    return run_faults(faults, todo, given.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

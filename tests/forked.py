@@ -1,0 +1,92 @@
+"""Runs many short programs in little time: one process imports torch and transformers, and each
+program runs in a fork of it."""
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
+
+
+def in_new_process(module, function, folder, starter_folder, *arguments):
+    """Runs module.function(*arguments) of a test module in a new process, in this folder, where
+    `import starter` finds the one in starter_folder. Returns what the function returns."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs os.fork")
+    program = ("import forked, importlib, json, sys; "
+               f"answer = importlib.import_module({module!r}).{function}(*{arguments!r}); "
+               "print(json.dumps(answer), file=sys.__stdout__)")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (starter_folder, TESTS))), "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def import_once():
+    """Imports what every fork would import, before anything was computed."""
+    for name in ("transformers.models.auto.modeling_auto", "transformers.generation.utils",
+                 "transformers.models.auto.tokenization_auto",
+                 "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
+                 "transformers.modeling_utils", "safetensors.torch"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else the end of each fork copies what it shares with this process
+
+
+def start(program):
+    """Starts program() in a fork. Returns its process id and the files with its output."""
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    child = os.fork()
+    if child:
+        return child, files
+    os.dup2(files[0].fileno(), 1)
+    os.dup2(files[1].fileno(), 2)
+    status = 0
+    try:
+        program()
+    except SystemExit as error:
+        status = error.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the interpreter's own end would take a third of a second
+
+
+def files_here():
+    return {str(path): path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
+
+
+def run_together(programs):
+    """Runs some programs at once. A file that any of them changes is held against all."""
+    before = files_here()
+    outcomes = []
+    for child, files in [start(program) for program in programs]:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in files:
+            file.seek(0)
+            texts.append(file.read())
+        outcomes.append({"status": status, "stdout": texts[0], "stderr": texts[1]})
+    after = files_here()
+    changed = [name for name in before if before[name] != after.get(name)]
+    made = [name for name in after if name not in before]
+    return [outcome | {"changed": changed, "made": made} for outcome in outcomes]
+
+
+def run_all(programs):
+    """Returns the outcome of each: {"status", "stdout", "stderr", "changed", "made"}."""
+    n = os.cpu_count()
+    return [outcome for first in range(0, len(programs), n)
+            for outcome in run_together(programs[first:first + n])]

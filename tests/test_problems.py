@@ -1,0 +1,226 @@
+"""Problems: Countdown, GSM8K, JSONL files, skills, and which problems a step gets."""
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+import starter
+from starter import InputError
+
+
+def key_of(problem):
+    return tuple(sorted(problem["numbers"])), problem["target"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Countdown
+
+@pytest.mark.parametrize("task", ["countdown", "countdown_small"])
+def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
+        task, monkeypatch):
+    monkeypatch.setattr(starter, "N_TRAIN_PROBLEMS", 1000)
+    cfg = SimpleNamespace(seed=0, n_eval_problems=500)
+    train, held_out = starter.TASKS[task](cfg)
+    assert (len(train), len(held_out)) == (1000, 500)
+    for problem in train + held_out:
+        text = f"<answer>{problem['solution']}</answer>"
+        assert starter.reward_fn(text, problem) == 1.0, problem
+        assert 1 <= problem["target"] <= starter.MAX_TARGET
+    assert not set(map(key_of, train)) & set(map(key_of, held_out))
+    assert len(set(map(key_of, held_out))) == 500
+
+
+def test_countdown_problems_held_out_under_one_seed_are_trained_on_under_none():
+    held_out = starter.make_countdown(200, True, 2)
+    train = starter.make_countdown(1000, False, 1)
+    assert train != starter.make_countdown(1000, False, 2)
+    assert not set(map(key_of, train)) & set(map(key_of, held_out))
+
+
+def test_countdown_depends_on_its_seed_only():
+    first = starter.make_countdown(50, True, 3, (2, 3), 20)
+    assert first == starter.make_countdown(50, True, 3, (2, 3), 20)
+    assert first != starter.make_countdown(50, True, 4, (2, 3), 20)
+
+
+def test_countdown_prompt_shows_numbers_and_target():
+    problems = starter.make_countdown(200, False, 0, **starter.SMALL_COUNTDOWN)
+    for problem in problems:
+        target, numbers = problem["prompt"].removeprefix("make ").split(": ")
+        assert (int(target), list(map(int, numbers.split()))) == (problem["target"],
+                                                                  problem["numbers"])
+        assert len(problem["numbers"]) == 2 and max(problem["numbers"]) <= 50
+    for problem in starter.make_countdown(200, False, 0):
+        assert problem["prompt"].startswith("Using the numbers " + " ".join(
+            map(str, problem["numbers"])) + ", ") and f"equals {problem['target']}." in (
+                problem["prompt"])
+        assert len(problem["numbers"]) in (3, 4)
+
+
+def test_countdown_refuses_more_held_out_problems_than_there_are():
+    with pytest.raises(InputError, match="n_eval_problems = 40: only .* were found; use") as error:
+        starter.make_countdown(40, True, 0, n_numbers=(2,), max_number=2)
+    n = int(str(error.value).split("= ")[-1].split()[0])
+    assert len(starter.make_countdown(n, True, 0, n_numbers=(2,), max_number=2)) == n
+
+
+# --------------------------------------------------------------------------------------------------
+# JSONL files
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def gsm8k_settings(train_file, eval_file=None, n_eval_problems=500):
+    return SimpleNamespace(train_file=train_file, eval_file=eval_file,
+                           n_eval_problems=n_eval_problems)
+
+
+GSM8K_ANSWERS = [  # the file's answer, texts that are right, texts that are wrong
+    ("2+2 = <<2+2=4>>4\n#### 1,234",
+     ("1234", "1,234", "$1,234.00", "1234 clips", "= 1,234"), ("234", "1,23", "1234.5", "-1234")),
+    ("#### -12", ("-12", "\u221212", "-12.0 degrees", "-12 C"), ("12", "+12", "5-12")),
+    ("#### 0.50", (".5", "$0.50", "0.5"), ("50", "5", "0.05")),
+]
+
+
+def test_gsm8k_answers_are_read_as_they_are_written(tmp_path):
+    rows = [{"question": "How many?", "answer": answer} for answer, _, _ in GSM8K_ANSWERS]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    problems, _ = starter.gsm8k_problems(gsm8k_settings(path, path))
+    for problem, (_, right, wrong) in zip(problems, GSM8K_ANSWERS):
+        for text in right:
+            assert starter.reward_fn(f"<answer>{text}</answer>", problem) == 1.0, (problem, text)
+        for text in wrong:
+            assert starter.reward_fn(f"<answer>{text}</answer>", problem) == 0.1, (problem, text)
+
+
+def test_gsm8k_prompt_holds_the_question(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why {x}?", "answer": "#### 1"}])
+    problems, _ = starter.gsm8k_problems(gsm8k_settings(path, path))
+    assert problems[0]["prompt"].startswith("Why {x}?\n")
+
+
+def test_gsm8k_without_an_eval_file_holds_out_a_quarter(tmp_path):
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(1000)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    train, held_out = starter.gsm8k_problems(gsm8k_settings(path))
+    assert len(train) + len(held_out) == 1000 and 200 < len(held_out) < 300
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
+    few = starter.gsm8k_problems(gsm8k_settings(path, n_eval_problems=7))
+    assert few == (train, held_out[:7])
+
+
+def test_gsm8k_with_an_eval_file_trains_on_all_of_the_train_file(tmp_path):
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
+    train_file = write_jsonl(tmp_path / "train.jsonl", rows[:12])
+    eval_file = write_jsonl(tmp_path / "test.jsonl", rows[12:])
+    train, held_out = starter.gsm8k_problems(gsm8k_settings(train_file, eval_file, 5))
+    assert [p["answer"] for p in train] == [str(i + 1) for i in range(12)]
+    assert [p["answer"] for p in held_out] == [str(i + 1) for i in range(12, 17)]
+
+
+def test_gsm8k_without_a_file_is_refused():
+    with pytest.raises(InputError, match="task = 'gsm8k' needs a JSONL file; use for example"):
+        starter.gsm8k_problems(gsm8k_settings(None))
+
+
+def test_jsonl_reads_what_editors_and_windows_write(tmp_path):
+    """A byte order mark, carriage returns, empty lines, numbers as answers, a last line without
+    an end."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "a", "answer": 12}\r\n\r\n'
+                     b'  \n{"question": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}')
+    assert starter.read_jsonl(path, ("question", "answer")) == [
+        {"question": "a", "answer": "12"},
+        {"question": "\u00e9\U0001f600", "answer": "0.5", "more": None}]
+
+
+@pytest.mark.parametrize("line, message", [
+    (b"{", "line 2 is not JSON .*; mend or delete that line"),
+    (b"[" * 100_000, "line 2 is not JSON"),
+    (b'{"question": "a \xff", "answer": "1"}', "line 2 is not JSON"),
+    (b'{"question": "half of one: \\ud83d", "answer": "1"}', "line 2 is not JSON"),
+    (b'{"question": "a"}', "line 2 has no text under 'answer'; each line must be an object with "
+                           "question and answer"),
+    (b'{"question": "a", "answer": null}', "line 2 has no text under 'answer'"),
+    (b'{"question": "a", "answer": true}', "line 2 has no text under 'answer'"),
+    (b'{"question": ["a"], "answer": "1"}', "line 2 has no text under 'question'"),
+    (b'["question", "answer"]', "line 2 has no text under 'question'"),
+    (b"3", "line 2 has no text under 'question'"),
+])
+def test_jsonl_names_the_line_that_is_wrong(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"question": "a", "answer": "1"}\n' + line + b"\n")
+    with pytest.raises(InputError, match=message):
+        starter.read_jsonl(path, ("question", "answer"))
+
+
+def test_jsonl_without_lines_or_without_a_file_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n \n")
+    with pytest.raises(InputError, match="has no lines; each line must be a JSON object"):
+        starter.read_jsonl(path, ("a",))
+    with pytest.raises(InputError, match="is not a file; give the path of a JSONL file"):
+        starter.read_jsonl(tmp_path, ("a",))
+
+
+# --------------------------------------------------------------------------------------------------
+# load_problems
+
+def problems_of(train, held_out):
+    return SimpleNamespace(task=lambda cfg: (train, held_out))
+
+
+ONE = [{"prompt": "a"}]
+
+
+def test_load_problems_takes_a_function_and_the_skills_of_the_model(tmp_path):
+    other = [{"prompt": "b", "anything": 1}]
+    found = starter.load_problems(problems_of(ONE, other), tmp_path)
+    assert found == starter.Problems(ONE, other, [])
+    skills = [{"skill": "sort", "prompt": "sort 21", "answer": "12"}]
+    write_jsonl(tmp_path / "retention.jsonl", skills)
+    assert starter.load_problems(problems_of(ONE, other), tmp_path).skills == skills
+
+
+@pytest.mark.parametrize("found, message", [
+    (None, "must return two lists of problems, for training and held out, and returned NoneType"),
+    ([ONE], "must return two lists"),
+    (([], ONE), "gave no training problems; use more lines, or give an eval_file"),
+    ((ONE, []), "gave no held-out problems"),
+    ((ONE, [{"question": "a"}]), "gave a held-out problem without a 'prompt'"),
+    ((["a"], ONE), "gave a training problem without a 'prompt'"),
+    (([{"prompt": ""}], ONE), "gave a training problem without a 'prompt'"),
+])
+def test_load_problems_says_what_a_task_returned_wrongly(tmp_path, found, message):
+    def my_task(cfg):
+        return found
+
+    with pytest.raises(InputError, match=f"task = 'my_task' {message}"):
+        starter.load_problems(SimpleNamespace(task=my_task), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# problems_of_step
+
+def test_problems_of_a_step_depend_on_step_and_seed_only():
+    problems = list(range(10))
+    steps = [starter.problems_of_step(problems, step, 4, seed=1) for step in range(5)]
+    assert starter.problems_of_step(problems, 3, 4, seed=1) == steps[3]
+    assert starter.problems_of_step(problems, 3, 4, seed=2) != steps[3]
+
+
+def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
+    problems = list(range(10))
+    steps = [starter.problems_of_step(problems, step, 4, seed=1) for step in range(5)]
+    in_order = sum(steps, [])
+    assert sorted(in_order[:10]) == sorted(in_order[10:]) == problems
+    assert in_order[:10] != in_order[10:] and in_order[:10] != problems
+
+
+def test_problems_of_a_step_repeat_where_there_are_fewer_than_it_needs():
+    chosen = starter.problems_of_step(["a", "b", "c"], 0, 8, seed=0)
+    assert sorted(Counter(chosen).values()) == [2, 3, 3]
