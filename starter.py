@@ -690,7 +690,7 @@ def reward_of(reward, text, problem):
     Raises InputError where the function raises or returns something else than a number."""
     try:
         value = reward(text, problem)
-        if isinstance(value, numbers.Real):
+        if isinstance(value, numbers.Real) or isinstance(value, torch.Tensor):
             return float(value)
     except Exception as error:  # the user's own function on a model's text
         raise InputError(f"reward raised {type(error).__name__}: {str(error)[:200]} on the text "
@@ -859,11 +859,8 @@ def response_hidden_states(model, rows, bf16=False):
     needs no attention mask, and a GPU can use flash attention.
     """
     mask = rows["response_mask"]
-    body = model.base_model
-    if body is model:  # Llama 4 does not name its own
-        body = model.get_decoder()
     with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-        hidden = body(input_ids=rows["input_ids"], use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=rows["input_ids"], use_cache=False).last_hidden_state
     return hidden[mask].to(torch.bfloat16 if bf16 else model.get_output_embeddings().weight.dtype)
 
 
@@ -894,13 +891,13 @@ def token_statistics(hidden, labels, head, temperature, ref_hidden=None, ref_hea
         return log_probs, exact_kl, entropy, ref_log_p.gather(1, labels[:, None])[:, 0]
 
     chunk = max(1, LOGITS_AT_ONCE // len(head.weight))
-    parts = []
+    chunks = []
     for start in range(0, max(1, len(labels)), chunk):
         some = slice(start, start + chunk)
         ref_some = None if ref_hidden is None else ref_hidden[some]
-        parts.append(recompute_in_backward(of_chunk, hidden[some], labels[some], ref_some,
-                                           use_reentrant=False))
-    return TokenStatistics(*(torch.cat(x) for x in zip(*parts)))
+        chunks.append(recompute_in_backward(of_chunk, hidden[some], labels[some], ref_some,
+                                            use_reentrant=False))
+    return TokenStatistics(*(torch.cat(x) for x in zip(*chunks)))
 
 
 @dataclass(frozen=True)
@@ -988,17 +985,19 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 
 
 # What is done to the KL of each token before it is penalised. The slope of a rule scales the
-# gradient. kl: (B, T); lengths: (B, 1) response lengths in tokens; s: KLSettings.
+# gradient. "As printed" is the form of the adaptive-KL documents (README_KL.md); a name that ends
+# in _sound is the form that does what the name promises.
+# kl: (B, T); lengths: (B, 1) response lengths in tokens; s: KLSettings.
 TERM_RULES = {
-    # As in print: the gradient is 0 for the tokens that drifted most.
+    # As printed: the gradient is 0 for the tokens that drifted most.
     "clip": lambda kl, lengths, s: kl.clamp(max=s.clip_threshold),
     # The log-ratio is clamped in kl_with_gradient instead, where the gradient stays.
     "clip_sound": lambda kl, lengths, s: kl,
-    # As in print: close to a constant factor of 0.5.
+    # As printed: close to a constant factor of 0.5.
     "sigmoid": lambda kl, lengths, s: torch.sigmoid(kl - s.target) * kl,
     # The slope rises from 0 below the target to 1 above it.
     "sigmoid_sound": lambda kl, lengths, s: s.target / 10 * F.softplus(10 * kl / s.target - 10),
-    # As in print: in the reward it makes long responses cheap.
+    # As printed: in the reward it makes long responses cheap.
     "length_normalized": lambda kl, lengths, s: kl / lengths,
     "length_normalized_sound": lambda kl, lengths, s: kl / s.max_new_tokens,
 }
@@ -1008,7 +1007,7 @@ TERM_RULES = {
 # reward: its mean reward. To add a rule, write a function that returns the new beta.
 
 def target_rule(c, kl, reward):
-    """As in print. Without bounds beta winds down while the policy is still at the reference."""
+    """As printed. Without bounds beta winds down while the policy is still at the reference."""
     if kl > 1.5 * c.settings.target:
         return c.beta * 1.5
     return c.beta * 0.75 if kl < 0.5 * c.settings.target else c.beta
@@ -1022,7 +1021,7 @@ def target_sound_rule(c, kl, reward):
 
 
 def dynamic_rule(c, kl, reward):
-    """As in print. It only ever falls: one lucky batch is enough."""
+    """As printed. It only ever falls: one lucky batch is enough."""
     s = c.settings
     if c.state["step"] >= s.beta_schedule_steps:
         return s.beta_min
@@ -1436,9 +1435,31 @@ def check_sampler(policy, responses, sampling):
                          f"nats per token (limit {limit:.2g})")
 
 
+@torch.no_grad()
+def differs_from_plain(policy, responses, prompts, sampling, compute):
+    """Returns what a compute does otherwise than the plain functions of this file, or "". So an
+    edit of a plain function takes effect even where support/ has a faster one."""
+    rows = make_batch(responses, torch.zeros(len(responses)), policy.device)
+    labels = rows["labels"][rows["response_mask"]]
+    statistics = []
+    for version in (compute, PLAIN):
+        hidden = version.hidden_states(policy, rows)
+        head = version.head_of(policy)
+        statistics.append(version.token_statistics(hidden, labels, head, sampling.temperature,
+                                                   hidden.roll(1, 0), head))
+    for name, ours, plain in zip(TokenStatistics._fields, *statistics):
+        if not torch.allclose(ours, plain, rtol=1e-3, atol=1e-3):
+            return name
+    sampling = dataclasses.replace(sampling, bf16=False, max_new_tokens=4)
+    ours, plain = (version.rollout(policy, prompts, sampling) for version in (compute, PLAIN))
+    same = [a.response_ids == b.response_ids for a, b in zip(ours, plain)]
+    return "" if all(same) else "sampling"
+
+
 def choose_compute(candidates, policy, prompts, cfg, ranks):
     """Returns (compute, lines for the log): the first candidate that computes what the model's
-    own forward pass computes, in scoring and, if transformers samples, in sampling.
+    own forward pass and the plain functions compute, in scoring and, if transformers samples, in
+    sampling.
 
     Raises InputError where none does.
     """
@@ -1456,7 +1477,12 @@ def choose_compute(candidates, policy, prompts, cfg, ranks):
             if not error <= SCORING_TOLERANCE:
                 reason = (f"its log-probs differ from the model's own by {error:.2g} standard "
                           f"deviations of the logits (limit {SCORING_TOLERANCE:g})")
-            elif cfg.engine == "transformers":
+            elif compute.token_statistics is not PLAIN.token_statistics:
+                what = differs_from_plain(policy, responses, some_prompts, sampling, compute)
+                if what:
+                    reason = (f"its {what} differs from that of starter.py's own functions, "
+                              "which may have been edited")
+            if not reason and cfg.engine == "transformers":
                 check_sampler(policy, compute.rollout(policy, some_prompts, sampling), sampling)
         except (InputError, RunStopped) as error:
             reason = str(error)
@@ -1503,7 +1529,7 @@ def evaluate(policy, llm, tokenizer, problems, cfg, parts):
     responses = rollout(policy, llm, prompts, sampling, parts)
     n = len(problems.held_out)
     texts, rewards = score(responses[:n], problems.held_out, tokenizer, cfg.reward, parts)
-    metrics = {"solved": (rewards == 1).float().mean().item(),
+    metrics = {"solved": (rewards >= 1).float().mean().item(),
                "reward_mean": rewards.mean().item(),
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n}
     if problems.skills:
@@ -2182,7 +2208,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                                               compute.cut_microbatches)
 
             # 4. One optimiser step per epoch over the whole rollout.
-            optimizer.param_groups[0]["lr"] = learning_rate_at(step, cfg)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, cfg)
             totals = Counter()
             for epoch in range(cfg.epochs_per_rollout):
                 with timed(seconds, "update"):
@@ -2212,7 +2239,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
 
         # 5. Log and save.
         metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
-        metrics |= {"lr": optimizer.param_groups[0]["lr"],
+        metrics |= {"lr": learning_rate_at(step, cfg),
                     "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
                     "tokens_per_s": n_tokens / seconds["total"],
@@ -2273,7 +2300,7 @@ def with_preset(main):
         if model_id != "tiny":
             return main(**given)
         preset = {name: value for name, value in TINY.items() if name not in given}
-        print("TINY, above main(), sets for the built-in model:",
+        print("built-in model: TINY, above main(), overrides main() with",
               ", ".join(f"{name} = {value!r}" for name, value in preset.items()))
         return main(**preset | given)
 
@@ -2386,6 +2413,11 @@ def main(
             run.state = run.state | {"before": before}
         train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model,
               cfg.kl_coef if cfg.use_kl_penalty else 0.0)
+    weights = dict(ranks.named_weights(policy))
+    if ranks.rank == 0:
+        policy.save_pretrained(run.folder / "model", state_dict=weights)
+        tokenizer.save_pretrained(run.folder / "model")
+    del weights
     after = evaluate_and_log(cfg.n_train_steps, policy, llm, tokenizer, problems, cfg, parts)
     start_model = ref_model
     if start_model is None:
@@ -2401,10 +2433,7 @@ def main(
         "seconds": run.state["seconds"],
         "tokens_per_s": run.state["tokens"] / run.state["seconds"],
     }
-    weights = dict(ranks.named_weights(policy))
     if ranks.rank == 0:
-        policy.save_pretrained(run.folder / "model", state_dict=weights)
-        tokenizer.save_pretrained(run.folder / "model")
         print(run.report(result, kl, tokenizer))
     run.log("close")
     return result

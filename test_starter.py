@@ -130,7 +130,13 @@ def test_every_quick_test_is_imported_here():
     assert set(quick_tests()) <= set(globals())
 
 
-def test_quick_tests_print_one_line_each(capsys):
+@pytest.fixture
+def quick_gradients(monkeypatch):
+    """Leaves out the second that the quick test of gradients takes."""
+    monkeypatch.setattr(starter, "gradient_of_a_step", lambda *args: torch.zeros(3))
+
+
+def test_quick_tests_print_one_line_each(capsys, quick_gradients):
     starter.test_functions()
     titles = [name.removeprefix("test_").replace("_", " ") for name in quick_tests()]
     assert capsys.readouterr().out.splitlines() == [
@@ -138,7 +144,7 @@ def test_quick_tests_print_one_line_each(capsys):
         "=== All Tests Passed! ===", ""]
 
 
-def test_failing_quick_test_prints_one_line_and_does_not_stop(capsys):
+def test_failing_quick_test_prints_one_line_and_does_not_stop(capsys, quick_gradients):
     with mock.patch.object(starter, "masked_mean", lambda tensor, mask, dim=None: tensor.mean()):
         starter.test_functions()
     lines = capsys.readouterr().out.splitlines()
@@ -579,7 +585,7 @@ def exact_gradient(of, logits, ref, old):
     ("k3", "reverse", False, "KL(policy || ref)"),
     ("k3", "reverse", True, "KL(policy || ref)"),
     ("exact", "reverse", False, "KL(policy || ref)"),
-    ("exact", "reverse", True, None),  # weighted by old; of one state the weights sum to 1
+    ("exact", "reverse", True, "KL(policy || ref)"),
     ("k2", "as_written", False, "KL(policy || ref)"),
     ("k3", "as_written", False, "KL(ref || policy)"),
     ("k1", "as_written", False, "nothing"),
@@ -590,7 +596,7 @@ def test_kl_gradient_is_that_of_the_divergence_claimed(estimator, gradient, off_
     old = old if off_policy else logits
     kl = KLSettings(estimator, gradient, ratio_cap=math.inf)
     ours = starter.expected_kl_gradient(logits, ref, old, kl)
-    expected = exact_gradient(of or "KL(policy || ref)", logits, ref, old)
+    expected = exact_gradient(of, logits, ref, old)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
@@ -798,20 +804,11 @@ def test_microbatches_hold_every_row_once_within_the_budget(compute):
 @pytest.mark.parametrize("family, changes", [
     ("Qwen3", {}),
     ("Qwen3", dict(tie=False)),
-    ("Llama", {}),
     ("Mistral", dict(sliding_window=4)),  # shorter than the rows
-    ("Gemma2", dict(sliding_window=4, head_dim=32, final_logit_softcapping=2.0,
-                    attn_logit_softcapping=1.0)),
-    ("Cohere", dict(logit_scale=0.5)),
-    ("Granite", dict(logits_scaling=3.0)),
-    ("Phi", dict(tie=False)),  # its LM head has a bias
-    ("Mamba", dict(state_size=8)),  # recurrent
 ])
 def test_log_probs_are_the_models_own(tmp_path, family, changes):
     """Ragged rows, several in a batch, against the model's own logits for each row alone."""
     policy, _ = starter.init_policy(save_checkpoint(tmp_path / "m", family=family, **changes), CPU)
-    if family == "Phi":
-        torch.nn.init.normal_(policy.lm_head.bias)
     responses = make_responses((1, 12, 5, 8, 3))
     batch = starter.make_batch(responses, torch.zeros(5), "cpu")
     mask = batch["response_mask"]
@@ -1019,7 +1016,7 @@ def test_gradient_and_logged_means_do_not_depend_on_the_cut(compute, loss_averag
             found.append(({name: float(x) for name, x in means.items()}, gradient_of(policy)))
             with torch.no_grad():
                 for parameter in policy.parameters():
-                    parameter -= 0.05 * parameter.grad
+                    parameter -= 0.15 * parameter.grad / found[-1][1].norm()
             policy.zero_grad()
         return len(microbatches), found
 
@@ -1377,11 +1374,19 @@ def of(result, tag):
     return list(scalars(result["run_folder"])[tag].values())
 
 
-def test_same_seed_gives_the_same_numbers_and_another_seed_others(checkpoint, tmp_path):
-    runs = [numbers_of(train(checkpoint, tmp_path, seed=seed, **with_kl())["run_folder"])
-            for seed in (0, 0, 1)]
-    assert runs[0] == runs[1] != runs[2]
-    assert len(runs[0]) > 20
+@pytest.fixture(scope="module")
+def run_with_kl(checkpoint, tmp_path_factory):
+    """What main() returns; a large learning rate, so that the policy leaves the reference."""
+    return train(checkpoint, tmp_path_factory.mktemp("run"), learning_rate=1e-2, **with_kl())
+
+
+def test_same_seed_gives_the_same_numbers_and_another_seed_others(checkpoint, tmp_path,
+                                                                  run_with_kl):
+    first = numbers_of(run_with_kl["run_folder"])
+    same, other = (train(checkpoint, tmp_path, learning_rate=1e-2, seed=seed, **with_kl())
+                   for seed in (0, 1))
+    assert numbers_of(same["run_folder"]) == first != numbers_of(other["run_folder"])
+    assert len(first) > 20
 
 
 def test_run_without_the_penalty_holds_no_reference(checkpoint, tmp_path):
@@ -1435,8 +1440,8 @@ def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
     assert of(result, "train/clip_frac")[0] > 0
 
 
-def test_logged_kl_is_raw_and_adapted(checkpoint, tmp_path):
-    plain = train(checkpoint, tmp_path, learning_rate=1e-2, **with_kl())
+def test_logged_kl_is_raw_and_adapted(checkpoint, tmp_path, run_with_kl):
+    plain = run_with_kl
     clipped = train(checkpoint, tmp_path, learning_rate=1e-2,
                     **with_kl(kl_adaptation_method="clip", kl_clip_threshold=0.01))
     raw = of(plain, "adaptive_kl/raw_kl")
@@ -1447,8 +1452,9 @@ def test_logged_kl_is_raw_and_adapted(checkpoint, tmp_path):
     assert norms[0][0] == norms[1][0] and norms[0][-1] != norms[1][-1]
 
 
-def test_coefficient_rule_changes_the_coefficient_and_the_gradient(checkpoint, tmp_path):
-    plain = train(checkpoint, tmp_path, learning_rate=1e-2, **with_kl())
+def test_coefficient_rule_changes_the_coefficient_and_the_gradient(checkpoint, tmp_path,
+                                                                   run_with_kl):
+    plain = run_with_kl
     halved = train(checkpoint, tmp_path, learning_rate=1e-2, **with_kl(
         kl_adaptation_method="dynamic", reward_threshold=0.0, dynamic_beta_decay=0.5))
     assert of(plain, "adaptive_kl/current_beta") == pytest.approx([0.1] * 4)
@@ -1507,11 +1513,7 @@ def test_saved_model_is_the_trained_one(checkpoint, tmp_path):
     assert all(torch.equal(p, trained[name]) for name, p in policy.state_dict().items())
     assert starter.prompt_ids_of([{"prompt": "make 3: 1 2"}], tokenizer) == PROMPTS[:1]
     before, _ = starter.init_policy(checkpoint, CPU)
-    assert not torch.equal(gradientless(policy), gradientless(before))
-
-
-def gradientless(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert not any(map(torch.equal, policy.parameters(), before.parameters()))
 
 
 @pytest.mark.slow

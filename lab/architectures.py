@@ -130,7 +130,7 @@ def table():
     add("Granite (logit scale)", "GraniteForCausalLM", logits_scaling=8.0,
         embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.25)
     add("Granite-MoE (logit scale)", "GraniteMoeForCausalLM", logits_scaling=4.0)
-    add("Cohere (logit scale)", "CohereForCausalLM", tie_word_embeddings=True)
+    add("Cohere (logit scale)", "CohereForCausalLM", tie_word_embeddings=True, logit_scale=0.5)
     add("StableLM", "StableLmForCausalLM", use_qkv_bias=True, qk_layernorm=True)
     add("StableLM (parallel)", "StableLmForCausalLM", use_parallel_residual=True)
     add("Nemotron", "NemotronForCausalLM")
@@ -201,7 +201,7 @@ def table():
         query_pre_attn_scalar=8, **window)
     add("OLMo3 (window)", "Olmo3ForCausalLM", layer_types=ONE_OF_EACH, **window)
     add("Cohere2 (window, logit scale)", "Cohere2ForCausalLM", layer_types=ONE_OF_EACH,
-        tie_word_embeddings=True, **window)
+        tie_word_embeddings=True, logit_scale=0.5, **window)
     add("EXAONE4 (window)", "Exaone4ForCausalLM", layer_types=ONE_OF_EACH, **window)
     add("GPT-Neo (window)", "GPTNeoForCausalLM", attention_types=[[["global", "local"], 1]],
         window_size=WINDOW, num_heads=4, tie_word_embeddings=True)
@@ -295,20 +295,26 @@ def gemma3_with_images(config_class):
 
 
 @torch.no_grad()
-def make_model(name, largest_logit=25.0):
+def make_model(name, largest_logit=25.0, dropout=False):
     """Returns a model whose matrices, biases and norms are all random and whose logits reach
-    largest_logit, so that nothing that is left out goes unnoticed."""
+    largest_logit, so that nothing that is left out goes unnoticed. dropout=True leaves its dropout
+    rates as they are."""
     kind, _ = TABLE[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, kind)(config_of(name)).float().eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, 0.3)
             else:
                 parameter += 0.1 * torch.randn_like(parameter)
+        for module in model.modules():
+            # With norms near 1 a tied LM head would repeat the last token, whatever came before.
+            if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+                module.weight.sub_(0.9 + 1.3 * torch.randn_like(module.weight).sign())
     model.generation_config.eos_token_id = STOP_TOKEN
-    starter.switch_off_dropout(model)
+    if not dropout:
+        starter.switch_off_dropout(model)
     ids = torch.tensor([token_ids(random.Random(0), 24)])
     for _ in range(5):  # more than once, where the embedding is tied or the logits are capped
         largest = model(input_ids=ids, use_cache=False).logits.abs().max()

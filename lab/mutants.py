@@ -59,20 +59,20 @@ def all_faults():
 
 
 def misplaced(faults):
-    """Returns a line for each fault whose text does not stand exactly once, or that stands twice
-    in the list, or changes nothing."""
-    lines = []
+    """Returns {fault: what is wrong} of those whose text does not stand exactly once, that are
+    twice in the list, or that change nothing."""
+    wrong = {}
     texts = {fault.file: (ROOT / fault.file).read_text() for fault in faults}
     times = Counter(fault.key for fault in faults)
     for fault in faults:
         n = texts[fault.file].count(fault.stands)
         if n != 1:
-            lines.append(f"{fault.file}: stands {n} times: {fault.stands!r}")
-        if times[fault.key] > 1:
-            lines.append(f"{fault.file}: is in the list {times[fault.key]} times: {fault.stands!r}")
-        if fault.stands == fault.becomes:
-            lines.append(f"{fault.file}: changes nothing: {fault.stands!r}")
-    return lines
+            wrong[fault] = f"stands {n} times"
+        elif times[fault.key] > 1:
+            wrong[fault] = f"is {times[fault.key]} times in the list"
+        elif fault.stands == fault.becomes:
+            wrong[fault] = "changes nothing"
+    return wrong
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,12 +335,14 @@ def main():
             caught = rows[fault.key]["caught_by"] or "SURVIVED" if fault.key in rows else "not run"
             print(f"{fault.file} | {caught} | {fault.stands!r} -> {fault.becomes!r}")
         return 0
-    lines = misplaced(faults)
-    print(*lines, sep="\n", end="\n" if lines else "")
-    if given.check or lines:
-        print(f"{len(faults)} faults, {len(lines)} misplaced")
-        return 1 if lines else 0
-    todo = [fault for fault in chosen if given.again or fault.key not in rows]
+    wrong = misplaced(faults)
+    for fault, what in wrong.items():
+        print(f"{fault.file}: {what}: {fault.stands!r}", flush=True)
+    if given.check:
+        print(f"{len(faults)} faults, {len(wrong)} misplaced")
+        return 1 if wrong else 0
+    todo = [fault for fault in chosen
+            if fault not in wrong and (given.again or fault.key not in rows)]
     return run_faults(faults, todo, given.quick)
 
 

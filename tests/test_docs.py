@@ -1,5 +1,6 @@
 """Tests of what README.md and docs/ say: commands, names and links that must be true."""
 import inspect
+import json
 import re
 import shutil
 import socket
@@ -70,21 +71,21 @@ def test_names_in_the_table_for_trl_users_are_parameters_of_main():
     assert len(names) > 8 and names <= allowed
 
 
-def test_example_of_the_readme_trains(checkpoint, tmp_path):
-    """The lines of the README, with a list of capitals and a small model."""
-    example = re.search(r"```python\n(import starter.*?)```", (REPOSITORY / "README.md").read_text(),
-                        flags=re.S).group(1)
+def test_example_of_the_readme_trains(checkpoint, tmp_path, monkeypatch):
+    """The lines of the README, with a file of made-up capitals and a small model."""
+    page = (REPOSITORY / "README.md").read_text()
+    example = re.search(r"```python\n(import starter.*?)```", page, flags=re.S).group(1)
+    rows = [{"prompt": f"capital of country{i}", "answer": "abcdefgh"[i % 8]} for i in range(140)]
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     call = re.search(r"starter\.main\((.*?)\)\n$", example, flags=re.S).group(1)
-    small = settings(checkpoint, tmp_path, n_train_steps=2)
+    small = settings(checkpoint, tmp_path)
     for name in re.findall(r"(\w+)=", call):
         small.pop(name, None)
-    countries = [(f"country{i}", "abcdefgh"[i % 8]) for i in range(140)]
-    names = {"MY_LIST": countries}
-    replaced = example.replace('"path/to/checkpoint"', repr(str(checkpoint)))
-    replaced = replaced.replace("n_train_steps=100", "n_train_steps=2")
-    replaced = re.sub(r"\)\n$", ", **SMALL)\n", replaced)
-    names["SMALL"] = small
-    exec(compile(replaced, "README.md", "exec"), names)  # noqa: S102  our own page
+    example = example.replace('"path/to/checkpoint"', repr(str(checkpoint)))
+    example = example.replace("n_train_steps=100", "n_train_steps=2")
+    example = re.sub(r"\)\n$", ", **small)\n", example)
+    exec(compile(example, "README.md", "exec"), {"small": small})  # noqa: S102  our own page
     report = max(tmp_path.glob("*/report.txt")).read_text()
     assert "capitals, 100 held-out problems" in report
 

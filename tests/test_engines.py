@@ -113,6 +113,11 @@ def program_run(checkpoint, out_dir, killed_in_step=0, resume=False):
     starter.main(**vllm_settings(checkpoint, out_dir, resume=bool(resume)))
 
 
+def program_short_run(checkpoint, out_dir):
+    """Trains two steps with vLLM and a reward that draws no random numbers."""
+    starter.main(**settings(checkpoint, out_dir, engine="vllm", n_train_steps=2))
+
+
 def program_engine_dies(checkpoint, out_dir, at_generate):
     """Trains with a vLLM whose generate() fails once."""
     from vllm import LLM
@@ -347,7 +352,7 @@ def test_vllm_without_support_has_the_same_first_step(checkpoint, tmp_path):
     alone.mkdir()
     shutil.copy(REPOSITORY / "starter.py", alone)
     for folder in (alone, REPOSITORY):
-        run = start_program("program_run", checkpoint, tmp_path / folder.name / "runs",
+        run = start_program("program_short_run", checkpoint, tmp_path / folder.name / "runs",
                             folder=folder)
         assert run.returncode == 0, run.stderr[-3000:]
         assert ("run GuardedRun" in run.stdout) == (folder == REPOSITORY)

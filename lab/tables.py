@@ -1,0 +1,611 @@
+"""Puts the numbers of lab/results into README.md, README_KL.md and docs/*.md.
+
+    python -m lab.tables
+
+A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
+goes, and <!-- end --> after it; what stands between them is replaced. Nothing is measured here.
+"""
+import re
+import statistics
+
+from lab.ablate_kl import (
+    BASE, COEFFICIENTS, CURVES, DEFAULT_RATE, DEFAULTS, ENGINES, ESTIMATORS, HOT, METHODS,
+    REPOSITORY, RESULTS, SEEDS, best_coefficient, controller_rows, groups_of, key_of, numbers_of,
+    other_skills, read_csv, retention, rows_of, settings_of, skills_of, solved)
+from lab.mutants import mutants_table
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
+         *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def markdown(header, lines):
+    """Returns a table of texts."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def spread(values, digits=0):
+    """Returns "mean (smallest to largest)"."""
+    values = list(values)
+    numbers = (statistics.mean(values), min(values), max(values))
+    return "{} ({} to {})".format(*(f"{number:.{digits}f}" for number in numbers))
+
+
+def per_cent(values):
+    return spread(100 * value for value in values)
+
+
+def whole_per_cent(share):
+    return f"{100 * share:.0f} %"
+
+
+def on_or_off(text):
+    """A column that holds True or False."""
+    return "on" if text == "True" else "off"
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. Of ablate_kl: runs of the built-in model.
+
+MEASURED = ["solved", "other skills", "KL per token", "KL per response"]
+
+
+def measured(rows):
+    """Returns the cells under MEASURED."""
+    return [per_cent(numbers_of(rows, "solved_after")), per_cent(map(retention, rows)),
+            spread(numbers_of(rows, "kl_per_token"), 3),
+            spread(numbers_of(rows, "kl_per_sequence"), 2)]
+
+
+def units(groups):
+    """Returns the line below a table."""
+    seeds = sorted({row["seed"] for _, rows in groups for row in rows})
+    return ("\n\nPer cent and nats; mean (smallest to largest) over seeds "
+            f"{', '.join(seeds)}.")
+
+
+def before_training(rows):
+    """Returns the cells "solved" and "other skills" of the model as it comes."""
+    return [per_cent(numbers_of(rows, "solved_before")),
+            per_cent(retention(row, "before") for row in rows)]
+
+
+def penalty_table():
+    """The default run with the KL penalty off and on."""
+    off, on = (rows for _, rows in groups_of(DEFAULT_RATE))
+    lines = [["before training", *before_training(off)],
+             ["no KL penalty", *measured(off)[:2]],
+             ["`use_kl_penalty = True`", *measured(on)[:2]]]
+    return markdown(["after 200 steps", "solved, %", "other skills, %"], lines)
+
+
+def coefficient_table():
+    """One line for each learning rate and coefficient."""
+    groups = groups_of(COEFFICIENTS + DEFAULT_RATE)
+    first = groups[0][1]
+    skills = skills_of(first[0])
+
+    def of_skills(rows, moment):
+        return [per_cent(numbers_of(rows, f"retention_{skill}_{moment}")) for skill in skills]
+
+    lines = [["", "before training", *before_training(first), "0", "0",
+              *of_skills(first, "before")]]
+    for settings, rows in groups:
+        kl_coef = f"{settings['kl_coef']:g}" if settings["use_kl_penalty"] else "off"
+        lines.append([f"{settings['learning_rate']:g}", kl_coef, *measured(rows),
+                      *of_skills(rows, "after")])
+    return markdown(["learning rate", "kl_coef", *MEASURED, *skills], lines) + units(groups)
+
+
+def estimator_table():
+    """Estimator, gradient and placement at one coefficient."""
+    groups = groups_of([HOT, BASE, *ESTIMATORS])
+    lines = []
+    for settings, rows in groups:
+        estimator, gradient, place = (settings[name] for name in ("kl_estimator", "kl_gradient",
+                                                                  "kl_in"))
+        if estimator == "exact":
+            gradient = "its own"
+        if place == "reward":
+            gradient = ""
+        if not settings["use_kl_penalty"]:
+            estimator, gradient, place = "off", "", ""
+        lines.append([estimator, gradient, place, *measured(rows)])
+    return markdown(["kl_estimator", "kl_gradient", "kl_in", *MEASURED], lines) + units(groups)
+
+
+def method_table():
+    """Adaptive methods, all from the same coefficient."""
+    groups = groups_of([HOT, BASE, *METHODS])
+    last_point = {point["id"]: point for point in read_csv(CURVES)}
+    lines = []
+    for settings, rows in groups:
+        method, term, beta = "off", "", ""
+        if settings["use_kl_penalty"]:
+            method = settings["kl_adaptation_method"]
+            term = f"{settings['kl_estimator']} in the {settings['kl_in']}"
+            beta = spread((float(last_point[row["id"]]["current_beta"]) for row in rows), 3)
+        lines.append([method, term, *measured(rows), beta,
+                      spread(numbers_of(rows, "response_length_after"), 1)])
+    header = ["kl_adaptation_method", "KL", *MEASURED, "beta at the end", "length"]
+    return markdown(header, lines) + units(groups)
+
+
+def engine_table():
+    """Solved after training, KL penalty off, seed by seed, with either engine."""
+    rows = sorted(read_csv(ENGINES), key=lambda row: row["seed"])
+    lines = []
+    for engine in ("transformers", "vllm"):
+        of_engine = [row for row in rows if settings_of(row)["engine"] == engine]
+        lines.append([engine, *(f"{100 * share:.1f}"
+                                for share in numbers_of(of_engine, "solved_after"))])
+    return markdown(["engine", *(f"solved, seed {seed}" for seed in SEEDS)], lines)
+
+
+def verdict_table():
+    """Claims about KL in GRPO, and what these runs say of each. A verdict follows from its numbers
+    alone."""
+    off = rows_of(HOT)
+    best, on = best_coefficient()
+    best_coef = f"{best['kl_coef']:g}" if best else "none"
+    low = rows_of(BASE | dict(kl_coef=0.01))
+    plain = rows_of(BASE)
+    of_method = {(settings["kl_adaptation_method"], settings["kl_in"]): rows
+                 for settings, rows in groups_of(METHODS)}
+    own_length = of_method["length_normalized", "loss"]
+    in_reward = of_method["length_normalized", "reward"]
+    clipped = of_method["clip", "loss"]
+    before = statistics.mean(retention(row, "before") for row in off)
+    gain = other_skills(on) - other_skills(off)
+
+    def length(rows):
+        return statistics.mean(numbers_of(rows, "response_length_after"))
+
+    def kl(rows):
+        return statistics.mean(numbers_of(rows, "kl_per_token"))
+
+    lines = []
+    verdict = "yes"
+    if other_skills(on) > other_skills(low) + 0.05:
+        verdict = "no: here it is too low"
+    if other_skills(low) < other_skills(off) + 0.1:
+        verdict = "no: here it does next to nothing"
+    lines.append(["kl_coef = 0.01 is optimal",
+                  f"0.01 keeps {whole_per_cent(other_skills(low))} of the other skills, "
+                  f"{best_coef} keeps {whole_per_cent(other_skills(on))}; solved "
+                  f"{whole_per_cent(solved(low))} and {whole_per_cent(solved(on))}", verdict])
+
+    forgets = other_skills(off) < before - 0.1
+    lines.append(["without KL the model forgets",
+                  f"other skills {whole_per_cent(before)} -> {whole_per_cent(other_skills(off))} "
+                  f"at learning rate {HOT['learning_rate']:g}, -> "
+                  f"{whole_per_cent(other_skills(rows_of({})))} at {DEFAULTS['learning_rate']:g}",
+                  "yes, if it is trained hard enough" if forgets else "no"])
+
+    lines.append(["a KL penalty costs reward; with rule-based rewards beta should be 0",
+                  f"solved {whole_per_cent(solved(off))} without, {whole_per_cent(solved(on))} "
+                  f"with kl_coef = {best_coef}, and {100 * gain:.0f} points more of the other "
+                  "skills", "no" if gain > 0.1 else "yes"])
+
+    worse = other_skills(own_length) < other_skills(plain) - 0.02
+    lines.append(["start with length normalisation",
+                  f"it keeps {whole_per_cent(other_skills(own_length))}, the plain term "
+                  f"{whole_per_cent(other_skills(plain))} at the same coefficient (it divides the "
+                  "penalty by the length)", "no" if worse else "no harm"])
+
+    same_length = length(in_reward) < length(off) + 1
+    lines.append(["longer responses exploit the KL",
+                  f"length {length(off):.1f} without a KL penalty, {length(plain):.1f} with it, "
+                  f"{length(in_reward):.1f} with KL / length in the reward (this task has no use "
+                  "for longer answers)",
+                  "not in this task; see the length experiment" if same_length else "yes"])
+
+    worse = other_skills(clipped) < other_skills(plain) - 0.02
+    lines.append(["clipping the KL limits the drift",
+                  f"KL per token {kl(plain):.3f} plain, {kl(clipped):.3f} clipped at 1 nat; other "
+                  f"skills {whole_per_cent(other_skills(plain))} and "
+                  f"{whole_per_cent(other_skills(clipped))}",
+                  "no: the tokens that drifted most have no gradient" if worse
+                  else "it changes little here"])
+    return markdown(["claim", "measured", "verdict"], lines)
+
+
+def console(name):
+    """Returns the output of a run: its beginning (KL penalty off), and its last evaluation and
+    report."""
+    lines = (RESULTS / f"console_{name}.txt").read_text().splitlines()
+    fourth = next(i for i, line in enumerate(lines) if line.startswith("Step 4 "))
+    last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
+    shown = lines[last:]
+    if name == "off":
+        shown = [*lines[:fourth], "...", *shown]
+    return "\n".join(["```text", *shown, "```"])
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Of verify_kl: what is enumerated.
+
+GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
+    ("k1, k2, k3", "k3", "reverse", "loss", "default; with any number of epochs"),
+    ("exact", "exact", "reverse", "loss",
+     "lowest variance; when a second pass over the vocabulary is cheap"),
+    ("k1", "k1", "as_written", "loss", "never; refused"),
+    ("k2", "k2", "as_written", "loss",
+     "as reverse in a first epoch, so refused as a setting that changes nothing"),
+    ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
+    ("k1", "k1", "reverse", "loss_to_go",
+     "the same gradient as k1 in the reward, outside the PPO clip"),
+    ("k3", "k3", "reverse", "loss_to_go", "not at large drift: its tail enters the gradient"),
+    ("exact", "exact", "reverse", "loss_to_go",
+     "sequence KL, one epoch; lowest variance of these"),
+    ("k2", "k2", "reverse", "loss_to_go", "never; refused"),
+    ("k1", "k1", "", "reward", "sequence KL, one epoch, as in PPO for RLHF"),
+    ("k2", "k2", "", "reward", "never; refused"),
+    ("k3", "k3", "", "reward", "never; refused"),
+]
+GRADIENT_COLUMNS = [("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy")]
+TARGETS = {
+    "reverse KL per token": "exact", "KL of whole responses": "exact", "zero": "**zero**",
+    "forward KL per token": "that of KL(start ‖ policy)",
+    "minus KL(old || policy)": "**away** from old",
+}
+
+
+def gradient_cell(rows):
+    """The rows of one setting in one column -> what its expected gradient is."""
+    of_whole = [row for row in rows if row["target"] == "KL of whole responses"]
+    one_step = rows[0]["policy"] == "one step"
+    if not one_step and not of_whole:
+        cosine = rows[0]["median cosine to sequence KL"]
+        return "zero" if cosine in ("", "nan") else f"another; cosine {float(cosine):.2f}"
+    exact = [TARGETS[row["target"]] for row in rows if row["claim"] == "exact"]
+    shown = rows[0] if one_step else of_whole[0]
+    if shown["claim"] == "exact":
+        return "exact"
+    if one_step and exact:
+        return exact[0]
+    return f"off by {100 * float(shown['median relative error']):.0f} %"
+
+
+def gradient_table():
+    """Estimator, gradient, placement -> what the expected gradient is, by enumeration."""
+    by_setting = {}
+    for row in read_csv(RESULTS / "kl_gradients.csv"):
+        if not row["note"]:
+            key = tuple(row[name] for name in ("policy", "sampled by", "estimator", "gradient",
+                                               "placement"))
+            by_setting.setdefault(key, []).append(row)
+    lines = []
+    for name, estimator, gradient, place, use in GRADIENT_ROWS:
+        cells = [gradient_cell(by_setting[policy, sampled_by, estimator, gradient, place])
+                 for policy, sampled_by in GRADIENT_COLUMNS]
+        shown = "its own" if estimator == "exact" else gradient
+        lines.append([name, shown, place, *cells, use])
+    return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, own samples",
+                     "one token, older samples", "KL of whole responses, own samples", "use"],
+                    lines)
+
+
+def variance_rows(of):
+    """Returns the rows of kl_variance.csv for the larger vocabulary, of a value or a gradient."""
+    return [row for row in read_csv(RESULTS / "kl_variance.csv")
+            if row["of"] == of and row["vocabulary"] == "7"]
+
+
+def value_table():
+    """Bias and spread of each estimator's value."""
+    lines = []
+    for row in sorted(variance_rows("value"), key=lambda row: row["what"]):
+        bias = float(row["bias"])
+        lines.append([row["what"], row["drift"], f"{bias:+.1e}" if abs(bias) > 1e-12 else "0",
+                      f"{float(row['rms error']):.3f}"])
+    return markdown(["value", "drift", "bias, nats", "rms error of one token, nats"], lines)
+
+
+def variance_table():
+    """Variance of each gradient, relative to that of k1 in the reward."""
+    rows = {(row["what"], row["drift"]): row for row in variance_rows("gradient")}
+    on_tiny = {f"{row['estimator']} {row['kl_in']}": float(row["of k1 in the reward"])
+               for row in read_csv(RESULTS / "kl_variance_tiny.csv")}
+    lines = []
+    for name, key in (("k1 in the reward", "k1 reward"), ("k1 loss_to_go", "k1 loss_to_go"),
+                      ("k3 loss_to_go", "k3 loss_to_go"), ("exact loss_to_go", "exact loss_to_go"),
+                      ("exact in the loss", "exact loss")):
+        ratios = [1 / float(rows[name, drift]["k1 in the reward / this"])
+                  for drift in ("small", "large")]
+        bias = float(rows[name, "large"]["bias"])
+        lines.append([name, *(f"{ratio:.2f}" for ratio in (*ratios, on_tiny[key])),
+                      "none" if bias < 1e-10 else f"{bias:.2f}"])
+    return markdown(["gradient of the sequence KL", "variance, small drift", "large drift",
+                     "built-in model", "bias, large drift"], lines)
+
+
+def explosion_table():
+    rows = read_csv(RESULTS / "kl_explosion.csv")
+    lines = []
+    for name in dict.fromkeys(row["KL term"] for row in rows):
+        of_term = [row for row in rows if row["KL term"] == name]
+        norms = numbers_of(of_term, "largest gradient norm")
+        kls = numbers_of(of_term, "last KL per token")
+        lines.append([name, f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}",
+                      f"{statistics.median(norms):.2g}", f"{statistics.median(kls):.2f}"])
+    return markdown(["KL term in the loss", "seeds with a gradient norm above 1e6",
+                     "largest norm, median", "KL per token at the end, median"], lines)
+
+
+def length_table():
+    columns = ["P(answer)", "mean length", "KL per response", "KL per token"]
+    lines = [[row["KL in"], row["kl_coef"], *(f"{float(row[column]):.2f}" for column in columns)]
+             for row in read_csv(RESULTS / "kl_length.csv")]
+    return markdown(["KL in", "kl_coef", *columns], lines)
+
+
+def rule_table():
+    """Adaptive methods: as in print, what that does, what to use."""
+    rows = read_csv(RESULTS / "kl_adaptive.csv")
+
+    def value(experiment, rule, at):
+        return next(float(row["value"]) for row in rows
+                    if row["experiment"].startswith(experiment) and row["rule"] == rule
+                    and row["at"].startswith(at))
+
+    own_length = next(float(row["mean length"]) for row in read_csv(RESULTS / "kl_length.csv")
+                      if "own length" in row["KL in"])
+    left = {rule: value("beta / first", rule, "step 100, median")
+            for rule in ("dynamic", "dynamic_sound")}
+    over = {rule: value("largest KL / target", rule, "reward gradient 0.005")
+            for rule in ("target", "target_sound")}
+    fast = value("largest KL / target", "target_sound", "reward gradient 0.02")
+    runs = controller_rows()
+    on_tiny = ("; on the built-in model the KL is within half of the target in "
+               f"{100 * min(near for near, _ in runs):.0f} % of the second half of each run, and "
+               f"at most {max(largest for _, largest in runs):.1f} times the target")
+    lines = [
+        ["clip", "min(KL, `kl_clip_threshold` 1.0)",
+         f"slope {value('slope', 'clip', 'KL 1.01'):g} past the threshold: zero gradient for the "
+         "tokens that drifted most, and the direction can even reverse (cosine down to "
+         f"{value('cosine', 'clip', 'k1, lowest'):.2f})",
+         "`clip_sound`: the log-ratio is cut at ±5 nats, the gradient stays"],
+        ["sigmoid", "sigmoid(KL - `kl_target` 0.1) · KL",
+         f"near a constant 0.5: slope {value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 and "
+         f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2 nats; "
+         f"{value('slope', 'sigmoid', 'KL -1.5'):.3f} at -1.5",
+         "`sigmoid_sound`: a softplus hinge, slope 0 below the target and 1 above"],
+        ["length_normalized", "KL / own length",
+         f"in the reward responses grow from 5 to {own_length:.0f} tokens: it creates the exploit "
+         "that it is said to prevent; in the loss it divides the penalty by the length",
+         "none, or `length_normalized_sound`: a constant divisor, `max_new_tokens`"],
+        ["dynamic", "x `dynamic_beta_decay` 0.9 where the mean reward is above `reward_threshold` "
+         "0.8; `beta_min` 0.0 after `beta_schedule_steps` 1000",
+         f"it only falls: at a true mean of 0.75, noise 0.08, {100 * left['dynamic']:.0f} % of "
+         "beta is left after 100 steps; after the schedule there is no penalty",
+         "`dynamic_sound`: averages, up as well as down, a floor of 0.1 `kl_coef`, a ceiling that "
+         f"falls slowly ({100 * left['dynamic_sound']:.0f} % left in the same test)"],
+        ["target", "x 1.5 above 1.5 `kl_target`, x 0.75 below half of it",
+         f"falls while nothing has drifted yet, then overshoots {over['target']:.0f} times "
+         "(simulated)",
+         "`target_sound`: small steps in log beta on an average, within 0.1 to 10 `kl_coef`: "
+         f"{over['target_sound']:.1f} times in the same simulation, {fast:.1f} with a reward "
+         f"gradient 4 times as large{on_tiny}"],
+    ]
+    return markdown(["`kl_adaptation_method`", "as in print", "what it does", "what to use"],
+                    lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Of crash_test and fuzz_reward; that of mutants is made there.
+
+def kill_table():
+    """Runs that were killed and resumed, by engine and parts."""
+    by_kind = {}
+    for row in read_csv(RESULTS / "kills.csv"):
+        by_kind.setdefault((row["engine"], row["parts"]), []).append(row)
+    lines = []
+    for (engine, parts), rows in by_kind.items():
+        phases = [row["phase"] for row in rows]
+        when = [f"{phases.count(phase)} in {phase}" for phase in dict.fromkeys(phases)]
+        fresh = sum(row["went_on"] == "from the start" for row in rows)
+        same = sum(row["killed"] == row["same_weights"] == row["same_log"] == "True"
+                   for row in rows)
+        lines.append([engine, parts, str(len(rows)), ", ".join(when), str(fresh), str(same)])
+    return markdown(["engine", "parts", "killed", "when", "before the first checkpoint",
+                     "ended with the same bits"], lines)
+
+
+def fuzz_table():
+    """The last run of the fuzzer."""
+    row = read_csv(RESULTS / "fuzz.csv")[-1]
+    names = ["inputs", "with an answer", "solved", "longer than 100,000", "broken",
+             "slowest in ms", "largest allocation in MB", "corpus size"]
+    return markdown(names, [[row[name] for name in names]])
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Of bench.
+
+SIZE_NAMES = {
+    "S": "S: hidden 128, 4 layers, 16 new tokens",
+    "M": "M: hidden 384, 6 layers, 16 new tokens",
+    "M-64": "M, 64 new tokens",
+    "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens",
+}
+
+
+def last_rows(name, *columns):
+    """Returns the newest row of bench_<name>.csv for each combination of these columns."""
+    newest = {}
+    for row in read_csv(RESULTS / f"bench_{name}.csv"):
+        newest[tuple(row[column] for column in columns)] = row
+    return list(newest.values())
+
+
+def median_and_range(row, name):
+    return f"{row[f'{name}_s']} ({row[f'{name}_min_s']} to {row[f'{name}_max_s']})"
+
+
+def speed_table():
+    """A step of ours and of TRL's, in turns in one process."""
+    lines = []
+    for row in last_rows("step", "size", "dtype", "kl_penalty"):
+        trl_gb = (f"{row['trl_gb']} ({row['trl_rows_at_once']} rows), "
+                  f"{row['trl_gb_most_rows']} ({row['trl_most_rows']} rows)")
+        lines.append([SIZE_NAMES[row["size"]], row["dtype"], on_or_off(row["kl_penalty"]),
+                      median_and_range(row, "ours"), median_and_range(row, "trl"), row["ratio"],
+                      row["ours_gb"], trl_gb])
+    return markdown(["model", "dtype", "KL penalty", "starter.py, s", "TRL, s", "ratio", "GB",
+                     "TRL, GB"], lines)
+
+
+def version_table():
+    """A step of earlier code, of this code and of starter.py alone, in turns."""
+    lines = [[SIZE_NAMES[row["size"]], row["dtype"], on_or_off(row["kl_penalty"]), row["n"],
+              median_and_range(row, "old"), median_and_range(row, "new"), row["new_over_old"],
+              median_and_range(row, "alone"), row["alone_over_old"]]
+             for row in last_rows("versions", "size", "dtype", "kl_penalty")]
+    return markdown(["model", "dtype", "KL penalty", "rounds", "commit 8070d16, s",
+                     "with support/, s", "ratio", "starter.py alone, s", "ratio"], lines)
+
+
+def phase_table():
+    lines = []
+    for row in last_rows("phases", "size", "dtype", "phase"):
+        share = row["share_of_matmul_rate"] or f"copy: {row['share_of_copy_rate']}"
+        lines.append([row["size"], row["phase"], f"{1000 * float(row['seconds']):.0f}",
+                      row["response_tokens_per_s"], share])
+    return markdown(["model", "phase", "ms", "response tokens/s", "share of the machine's rate"],
+                    lines)
+
+
+def memory_table():
+    names = ["libraries", "weights", "gradients", "moments", "reference", "bf16 copies",
+             "activations", "head"]
+    lines = [[row["size"], on_or_off(row["kl_penalty"]),
+              *(f"{float(row[name]):.2f}" for name in names), row["predicted_gb"],
+              row["measured_gb"], row["ratio"]]
+             for row in last_rows("memory", "size", "kl_penalty")]
+    return markdown(["model", "KL penalty", *names, "formula", "measured", "ratio"], lines)
+
+
+GPU_SETTINGS = [  # KL penalty, gradient checkpointing, max_tokens_per_microbatch
+    (False, False, 4_096), (True, False, 4_096), (True, True, 4_096), (False, False, 16_384),
+]
+
+
+def gpu_table():
+    """Which GPU: the formula for Qwen3's sizes, 16 prompts of 150 tokens and 128 responses of
+    256."""
+    from lab import bench
+    responses = {"all": 128 * 256, "longest": 256}
+    prompts = {"all": 16 * 150, "longest": 150}
+    lines = []
+    for name, shape in bench.TABLE_SIZES.items():
+        totals = []
+        for kl_penalty, checkpointing, max_tokens in GPU_SETTINGS:
+            parts = bench.predicted_gb(shape, responses, prompts, kl_penalty=kl_penalty,
+                                       checkpointing=checkpointing, on_cpu=False,
+                                       max_tokens=max_tokens)
+            totals.append(f"{sum(parts.values()):.0f}")
+        fixed = sum(parts[part] for part in ("weights", "gradients", "moments", "reference"))
+        lines.append([f"Qwen3-{name}", *totals, f"{fixed:.0f}"])
+    names = []
+    for kl_penalty, checkpointing, max_tokens in GPU_SETTINGS:
+        name = f"KL penalty {'on' if kl_penalty else 'off'}, {max_tokens:,} tokens"
+        names.append(name + (", checkpointing" if checkpointing else ""))
+    return markdown(["model", *names, "of it weights, gradients, moments, reference"], lines)
+
+
+def learning_table():
+    """The default run as it is now beside the sweep's, which was made before the step became
+    faster."""
+    of_sweep = {row["run"]: row for row in read_csv(RESULTS / "kl_ablation.csv")}
+    lines = []
+    for row in last_rows("learning", "kl_penalty", "seed"):
+        changes = DEFAULT_RATE[row["kl_penalty"] == "True"]
+        earlier = of_sweep[key_of(changes, int(row["seed"]))]
+        lines.append([on_or_off(row["kl_penalty"]), row["seed"],
+                      f"{100 * float(row['solved_after']):.1f}",
+                      f"{100 * float(earlier['solved_after']):.1f}",
+                      f"{100 * float(row['other_skills']):.1f}",
+                      f"{100 * retention(earlier):.1f}",
+                      row["kl_per_token"], earlier["kl_per_token"], row["seconds"],
+                      row["tokens_per_s"]])
+    return markdown(["KL penalty", "seed", "solved, %", "in the sweep", "other skills, %",
+                     "in the sweep", "KL per token", "in the sweep", "training, s",
+                     "response tokens/s"], lines)
+
+
+def growth_table():
+    """Exponents of the power laws through the measured points."""
+    from lab import bench
+    lines = []
+    for what, points in bench.growth_points().items():
+        updates, rollouts = points["update"], points["rollout"]
+        both = [(x, update + rollout) for (x, update), (_, rollout) in zip(updates, rollouts)]
+        ends = [f"{x:.0f}: {1000 * seconds:.0f} ms" for x, seconds in (updates[0], updates[-1])]
+        exponents = [f"{bench.slope(pairs):.2f}" for pairs in (updates, rollouts, both)]
+        lines.append([f"`{what}`", *ends, *exponents])
+    return markdown(["what grows", "least, an update", "most, an update",
+                     "exponent of the update", "of the rollout", "of both"], lines)
+
+
+def scaling_table():
+    """Seconds of a step as processes are added, each with as many rows, beside one alone."""
+    rows = read_csv(RESULTS / "bench_scaling.csv")
+    kinds = {("1", "1"): "one process", ("1", "2"): "two independent processes",
+             ("2", "1"): "two ranks"}
+    lines = []
+    for size in dict.fromkeys(row["size"] for row in rows):
+        seconds = {}
+        for ranks, processes in kinds:
+            of_kind = [row for row in rows
+                       if (row["size"], row["ranks"], row["processes"]) == (size, ranks, processes)]
+            seconds[ranks, processes] = statistics.mean(numbers_of(of_kind, "total_s"))
+        alone = seconds["1", "1"]
+        lines += [[size, name, f"{seconds[kind]:.2f}", f"{alone / seconds[kind]:.2f}"]
+                  for kind, name in kinds.items()]
+    return markdown(["model", "processes, a thread each", "s a step", "weak scaling"], lines)
+
+
+def start_table():
+    rows = read_csv(RESULTS / "bench_start.csv")
+    first = numbers_of(rows, "first_step_s")
+    evaluation = numbers_of(rows, "first_evaluation_s")
+    numbers = (statistics.median(first), min(first), max(first), statistics.median(evaluation))
+    return markdown(["runs", "start to first finished step, s: median", "smallest", "largest",
+                     "of it the first evaluation, s"],
+                    [[str(len(rows)), *(f"{number:.1f}" for number in numbers)]])
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The pages.
+
+TABLES = {
+    "penalty": penalty_table, "coefficients": coefficient_table, "estimators": estimator_table,
+    "methods": method_table, "engines": engine_table, "verdicts": verdict_table,
+    "gradients": gradient_table, "values": value_table, "variance": variance_table,
+    "explosion": explosion_table, "length": length_table, "rules": rule_table,
+    "kills": kill_table, "mutants": mutants_table, "fuzz": fuzz_table,
+    "speed": speed_table, "versions": version_table, "phases": phase_table,
+    "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
+    "growth": growth_table, "scaling": scaling_table, "start": start_table,
+}
+BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
+
+
+def with_tables(text):
+    """Returns a page with each block made from lab/results."""
+    def fresh(match):
+        first_line, kind, name, last_line = match.groups()
+        block = console(name) if kind == "console" else TABLES[name]()
+        return f"{first_line}{block}\n{last_line}"
+
+    return BLOCK.sub(fresh, text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        before = page.read_text()
+        after = with_tables(before)
+        if after != before:
+            page.write_text(after)
+            print(f"{page.relative_to(REPOSITORY)}: new numbers")

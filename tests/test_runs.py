@@ -1,0 +1,1198 @@
+"""Whole runs: checkpoints, resume, signals, faults, and what a run says.
+
+Each fault comes from outside, by a function that is replaced while main() runs. What must hold
+for starter.py alone and with the guards of support/ is tested with both ("plain", "guarded").
+"""
+import dataclasses
+import errno
+import gc
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import scalars, settings, variety
+
+import starter
+from lab import crash_test
+from starter import InputError, Response, RunStopped
+
+REPOSITORY = Path(starter.__file__).resolve().parent
+HAS_SUPPORT = (REPOSITORY / "support" / "fast.py").is_file()
+needs_support = pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+both = pytest.mark.parametrize("kind", ["plain", pytest.param("guarded", marks=needs_support)])
+slow = pytest.mark.slow
+if HAS_SUPPORT:
+    from support import fast, runs
+
+N_EVAL = 10  # problems of an evaluation, in settings()
+ROLLOUT = 16  # responses of a step, in settings()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_problems():
+    """Making 10,000 problems would take most of the time of these runs."""
+    with mock.patch.object(starter, "N_TRAIN_PROBLEMS", 60):
+        yield
+
+
+def plain_parts():
+    return [starter.PLAIN], starter.OneProcess(), starter.Run
+
+
+def run(kind="guarded" if HAS_SUPPORT else "plain", **given):
+    """Calls main() with the parts in starter.py, or with those of support/."""
+    parts = mock.patch.object(starter, "find_parts", plain_parts)
+    with parts if kind == "plain" else nullcontext():
+        return starter.main(**given)
+
+
+def full_settings(checkpoint, folder, **changes):
+    """A run in which every state matters: AdamW's moments, the KL controller, the reference model,
+    random numbers in the reward, old log-probs."""
+    full = dict(n_train_steps=6, save_every=2, eval_every=3, epochs_per_rollout=2,
+                use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound",
+                reward=crash_test.noisy_variety)
+    return settings(checkpoint, folder / "runs", **full | changes)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(checkpoint, tmp_path_factory):
+    """Returns what a run that nothing interrupts ends with, for each kind."""
+    known = {}
+
+    def outcome(kind):
+        if kind not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            run(kind, **full_settings(checkpoint, folder))
+            known[kind] = crash_test.outcome(folder)
+        return known[kind]
+
+    return outcome
+
+
+def at_call(owner, name, number, act, after=False):
+    """A patch: call `number` (from 1) of owner.name also does act(), before or after itself."""
+    real = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        hit = next(calls) == number
+        if hit and not after:
+            act()
+        result = real(*args, **kwargs)
+        if hit and after:
+            act()
+        return result
+
+    return mock.patch.object(owner, name, wrapped)
+
+
+def at_reward(kind, place, broken):
+    """A reward like variety(), but broken(text, problem) at this call, counted after those of the
+    first evaluation."""
+    trials = 1 if kind == "guarded" else 0  # support/ tries the reward before the run
+    calls = itertools.count(1 - trials - N_EVAL)
+
+    def reward(text, problem):
+        call = next(calls)
+        hit = place(call) if callable(place) else call == place
+        return broken(text, problem) if hit else variety(text, problem)
+
+    return reward
+
+
+class Killed(BaseException):
+    """Stands for kill -9 inside this process: no handler may catch it."""
+
+
+def die():
+    raise Killed
+
+
+def kill(kind, checkpoint, folder, patch, **changes):
+    with patch, pytest.raises(Killed):
+        run(kind, **full_settings(checkpoint, folder, **changes))
+
+
+def resume(kind, checkpoint, folder, **changes):
+    random.seed(99)  # a new process has other random states
+    torch.manual_seed(99)
+    return run(kind, **full_settings(checkpoint, folder, resume=True, **changes))
+
+
+def checkpoints_of(folder):
+    return sorted(path.name for path in folder.glob("runs/*/checkpoints/*"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed, and resumed
+
+KILLS = [
+    (starter, "evaluate", 1, slow), (starter, "evaluate", 2, ()), (starter, "rollout", 5, slow),
+    (starter, "accumulate_gradients", 2, slow), (starter, "accumulate_gradients", 6, ()),
+    (torch.nn.utils, "clip_grad_norm_", 7, slow), (torch.optim.AdamW, "step", 8, ()),
+    (starter, "log_train", 3, slow), (starter, "measure_kl", 1, ()),
+]
+
+
+@both
+@pytest.mark.parametrize("owner, name, number", [
+    pytest.param(*where, marks=marks) for *where, marks in KILLS])
+def test_resume_after_kill_is_bit_identical(checkpoint, tmp_path, undisturbed, kind, owner, name,
+                                            number):
+    kill(kind, checkpoint, tmp_path, at_call(owner, name, number, die))
+    resume(kind, checkpoint, tmp_path)
+    assert crash_test.outcome(tmp_path) == undisturbed(kind)
+
+
+def cut_newest_file(folder):
+    """What a kill in the middle of a write leaves."""
+    files = folder.glob("runs/*/checkpoints/unfinished/*")
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, newest.stat().st_size // 2)
+    raise Killed
+
+
+# Where a save dies: the call, whether after it, the newest whole checkpoint. Each save syncs 8
+# paths, with checksums 9, the last of them after the rename.
+SAVES = [
+    ("save_file", 5, False, 2), ("save_file", 5, True, 2), ("save_file", 6, True, 2),
+    ("save_file", 7, False, 2), ("save_file", 8, True, 2), ("sync_to_disk", "first", False, 2),
+    ("sync_to_disk", "before rename", True, 2), ("sync_to_disk", "after rename", False, 4),
+    ("rename", 2, False, 2), ("rename", 2, True, 4), ("rmtree", 3, False, 2),
+    ("rmtree", 7, False, 6),
+]
+OWNERS = {"save_file": safetensors.torch, "sync_to_disk": starter, "rename": Path,
+          "rmtree": shutil}
+FAST_SAVES = (4, 7, 8, 11)
+
+
+@both
+@pytest.mark.parametrize("name, number, after, step", [
+    pytest.param(*row, marks=() if i in FAST_SAVES else slow) for i, row in enumerate(SAVES)])
+def test_save_that_was_cut_short_is_not_loaded(checkpoint, tmp_path, undisturbed, capsys, kind,
+                                               name, number, after, step):
+    """The second save, of step 4, dies before or after a file operation."""
+    n_syncs = 8 if kind == "plain" else 9
+    number = {"first": n_syncs + 1, "before rename": 2 * n_syncs - 1,
+              "after rename": 2 * n_syncs}.get(number, number)
+    half = name == "save_file" and after
+    act = partial(cut_newest_file, tmp_path) if half else die
+    kill(kind, checkpoint, tmp_path, at_call(OWNERS[name], name, number, act, after))
+    capsys.readouterr()
+    resume(kind, checkpoint, tmp_path)
+    assert f"after step {step}\n" in capsys.readouterr().out
+    assert crash_test.outcome(tmp_path) == undisturbed(kind)
+    assert "unfinished" not in checkpoints_of(tmp_path)
+    assert len(checkpoints_of(tmp_path)) == (3 if step == 6 else 2)  # the next save takes the third
+
+
+@pytest.fixture(scope="session")
+def stopped(checkpoint, tmp_path_factory):
+    """Returns the folder of a run that was killed in step 6, with checkpoints of steps 2, 4."""
+    folder = tmp_path_factory.mktemp("stopped")
+    kill("guarded", checkpoint, folder, at_call(starter, "log_train", 6, die))
+    return folder
+
+
+@needs_support
+@pytest.mark.parametrize("file, damage", [
+    ("weights.safetensors", "flip"), ("state.json", "gone"), ("SHA256SUMS", "cut"),
+    pytest.param("exp_avg_sq.safetensors", "cut", marks=slow),
+    pytest.param("step.safetensors", "gone", marks=slow),
+    pytest.param("state.json", "flip", marks=slow),
+    pytest.param("SHA256SUMS", "flip", marks=slow)])
+def test_damaged_checkpoint_gives_way_to_the_one_before(checkpoint, tmp_path, undisturbed, stopped,
+                                                        capsys, file, damage):
+    shutil.copytree(stopped / "runs", tmp_path / "runs")
+    path = max(tmp_path.glob("runs/*/checkpoints/step_*")) / file
+    content = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    resume("guarded", checkpoint, tmp_path)
+    printed = capsys.readouterr().out
+    assert re.search(r"Warning: \S+step_00000004 is damaged \(.*\); going back to the checkpoint "
+                     r"before it\n", printed)
+    assert "after step 2" in printed
+    assert crash_test.outcome(tmp_path) == undisturbed("guarded")
+
+
+def test_plain_run_does_not_resume_without_its_weights(checkpoint, tmp_path):
+    kill("plain", checkpoint, tmp_path, at_call(starter, "log_train", 3, die))
+    weights, = tmp_path.glob("runs/*/checkpoints/*/weights.safetensors")
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="weights.safetensors"):
+        resume("plain", checkpoint, tmp_path)
+
+
+@both
+def test_resume_passes_over_folders_that_are_no_runs(checkpoint, tmp_path, capsys, kind):
+    """The newest folder in out_dir is a model, the one before it a run whose settings are lost."""
+    given = settings(checkpoint, tmp_path / "runs", n_train_steps=2)
+    folder = run(kind, **given)["run_folder"]
+    shutil.copytree(checkpoint, tmp_path / "runs" / "z_model")
+    shutil.copytree(folder, tmp_path / "runs" / "y_run")
+    (tmp_path / "runs" / "y_run" / "config.json").write_text("{")
+    (tmp_path / "runs" / "z_empty").mkdir()
+    capsys.readouterr()
+    assert run(kind, **given | dict(resume=True, n_train_steps=3))["run_folder"] == folder
+    printed = capsys.readouterr().out
+    assert f"resumed: {folder} after step 2\n" in printed
+    assert "changed since: n_train_steps = 3 (was 2)\n" in printed
+
+
+@both
+def test_run_of_an_older_version_goes_on(checkpoint, tmp_path, capsys, kind):
+    """main() has got a parameter since, and has lost one."""
+    given = settings(checkpoint, tmp_path, n_train_steps=2)
+    folder = run(kind, **given)["run_folder"]
+    config = json.loads((folder / "config.json").read_text())
+    config["version"] = "1.9"
+    config["settings"].pop("importance_cap")
+    config["settings"]["vllm_sleep"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    run(kind, **given | dict(resume=True, n_train_steps=3))
+    printed = capsys.readouterr().out
+    assert "new since: importance_cap = 2.0\n" in printed
+    assert printed.count("since: ") == 2 and "Step 3 |" in printed
+
+
+@both
+def test_runs_of_the_same_second_get_a_folder_each(checkpoint, tmp_path, kind):
+    """Another process makes the folder after this one has chosen its name."""
+    def make():
+        (tmp_path / "2026-01-01_00-00-00").mkdir()
+
+    with mock.patch.object(time, "strftime", return_value="2026-01-01_00-00-00"), \
+            at_call(starter, "init_policy", 1, make):
+        result = run(kind, **settings(checkpoint, tmp_path, n_train_steps=1))
+    assert result["run_folder"].name == "2026-01-01_00-00-00-2"
+    assert not list((tmp_path / "2026-01-01_00-00-00").iterdir())
+
+
+@needs_support
+def test_second_process_cannot_write_into_a_run(checkpoint, tmp_path, stopped):
+    shutil.copytree(stopped / "runs", tmp_path / "runs")
+    folder, = tmp_path.glob("runs/*")
+    program = ("import fcntl, sys, time; file = open(sys.argv[1], 'w'); "
+               "fcntl.lockf(file, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)")
+    other = subprocess.Popen([sys.executable, "-c", program, str(folder / ".lock")],
+                             stdout=subprocess.PIPE)
+    other.stdout.readline()
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="is in use by another process; wait until it ends"):
+        resume("guarded", checkpoint, tmp_path)
+    other.kill()
+    other.wait()
+    assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@needs_support
+def test_changed_script_is_kept_beside_the_new_one(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, n_train_steps=1)
+    folder = run(**given)["run_folder"]
+    (folder / "starter.py").write_text("# the script of that day\n")
+    run(**given | dict(resume=True, n_train_steps=2))
+    assert "starter.py has changed since this run began" in capsys.readouterr().out
+    old, = folder.glob("starter_until_*.py")
+    assert old.read_text() == "# the script of that day\n"
+    assert (folder / "starter.py").read_bytes() == (REPOSITORY / "starter.py").read_bytes()
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals
+
+@both
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=slow)])
+def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_path, undisturbed,
+                                                              capsys, kind, number, status):
+    def send():
+        os.kill(os.getpid(), number)
+
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with at_call(starter, "accumulate_gradients", 5, send), pytest.raises(SystemExit) as ended:
+        run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
+    assert ended.value.code == status
+    printed = capsys.readouterr().out
+    assert "stopping after this step, with a checkpoint; once more: now, without\n" in printed
+    assert "stopped after step 3; resume = True goes on from the last checkpoint\n" in printed
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    gc.collect()
+    resume(kind, checkpoint, tmp_path)
+    assert crash_test.outcome(tmp_path)["log"] == undisturbed(kind)["log"]
+
+
+@both
+def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path, kind):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with at_call(starter, "accumulate_gradients", 2, twice), pytest.raises(KeyboardInterrupt):
+        run(kind, **full_settings(checkpoint, tmp_path))
+    assert checkpoints_of(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# A disk that refuses
+
+def test_full_disk_costs_a_checkpoint_and_not_the_run(checkpoint, tmp_path, undisturbed, capsys):
+    """While the second checkpoint is written no file can grow beyond 100 kB."""
+    pytest.importorskip("support.fast")
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    free = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    try:
+        with at_call(starter.Run, "save", 2, fill), at_call(runs.GuardedRun, "save", 2, free, True):
+            result = run("guarded", **full_settings(checkpoint, tmp_path))
+    finally:
+        free()
+    assert re.search(r"Warning: no checkpoint of step 4: .*[Ff]ile too large.*; the one before it "
+                     r"stays\n", capsys.readouterr().out)
+    names = sorted(path.name for path in result["run_folder"].glob("checkpoints/*"))
+    assert names == ["step_00000002", "step_00000006"]
+    assert crash_test.outcome(tmp_path) == undisturbed("guarded")
+
+
+def test_plain_run_on_a_full_disk_can_be_resumed(checkpoint, tmp_path, undisturbed):
+    def fill():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with at_call(safetensors.torch, "save_file", 7, fill), pytest.raises(OSError, match="No space"):
+        run("plain", **full_settings(checkpoint, tmp_path))
+    resume("plain", checkpoint, tmp_path)
+    assert crash_test.outcome(tmp_path) == undisturbed("plain")
+
+
+@needs_support
+def test_run_goes_on_where_checkpoints_cannot_be_written(checkpoint, tmp_path, capsys):
+    def put_a_file_there():
+        folder, = tmp_path.glob("runs/*/checkpoints")
+        shutil.rmtree(folder)
+        folder.write_text("a file where the folder was")
+
+    with at_call(runs.GuardedRun, "save", 2, put_a_file_there):
+        result = run("guarded", **full_settings(checkpoint, tmp_path))
+    printed = capsys.readouterr().out
+    assert printed.count("Warning: no checkpoint of step") == 2 and "=== Report ===" in printed
+    assert len(scalars(result["run_folder"])["train/loss"]) == 6
+
+
+@needs_support
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_run_survives_the_loss_of_its_folder(checkpoint, tmp_path, undisturbed, capsys):
+    """The folder is deleted in the middle. A new log is begun, and the next checkpoint is whole."""
+    def vanish():
+        for path in tmp_path.glob("runs/*"):
+            shutil.rmtree(path)
+
+    with at_call(starter, "evaluate", 2, vanish):
+        kill("guarded", checkpoint, tmp_path, at_call(starter, "rollout", 8, die))
+    assert re.search(r"Warning: the log of .* could not be written \(.*\); a new file is begun",
+                     capsys.readouterr().out)
+    resume("guarded", checkpoint, tmp_path)
+    ours, whole = crash_test.outcome(tmp_path), undisturbed("guarded")
+    assert ours["hashes"] == whole["hashes"]
+    for tag, logged in whole["log"].items():
+        assert [entry for entry in ours["log"][tag] if entry[0] > 3] == \
+            [entry for entry in logged if entry[0] > 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Lack of memory
+
+def weights_of(folder):
+    policy, _ = starter.init_policy(folder, "cpu")
+    return torch.cat([parameter.flatten() for parameter in policy.parameters()])
+
+
+@needs_support
+@pytest.mark.parametrize("with_kl", [True, False])
+def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path, capsys, with_kl):
+    """Memory for 6 rows: larger microbatches fail in the middle of the backward pass, or in the
+    forward pass of the reference model."""
+    real_step = starter.grpo_microbatch_step
+
+    def small_step(policy, rows, *args):
+        found = real_step(policy, rows, *args)
+        if len(rows["labels"]) > 6:  # after gradients were added
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return found
+
+    def small_hidden(model, rows, bf16=False):
+        if len(rows["input_ids"]) > 10 and not torch.is_grad_enabled():
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't "
+                               "allocate memory: you tried to allocate 9 bytes.")
+        return fast.COMPUTE.hidden_states(model, rows, bf16)
+
+    def small_parts():
+        real = dataclasses.replace(fast.COMPUTE, hidden_states=small_hidden)
+        return [real], starter.OneProcess(), runs.GuardedRun
+
+    kl = dict(use_kl_penalty=True, kl_coef=0.1) if with_kl else {}
+    given = dict(n_train_steps=2, max_tokens_per_microbatch=1000, epochs_per_rollout=2, **kl)
+    weights = []
+    for name, patches in (("plenty", {}), ("small", dict(grpo_microbatch_step=small_step,
+                                                          find_parts=small_parts))):
+        with mock.patch.multiple(starter, **patches or dict(main=starter.main)), \
+                mock.patch.object(runs, "refuse_settings_without_effect"), \
+                mock.patch.object(starter, "choose_compute", lambda found, *_: (found[0], [])), \
+                mock.patch.object(starter, "measure_kl", return_value=torch.ones(3, 1)):
+            result = run("guarded", **settings(checkpoint, tmp_path / name, **given))
+        weights.append(weights_of(result["run_folder"] / "model"))
+    printed = capsys.readouterr().out
+    before_step_2 = printed[:printed.rindex("Step 2 |")]
+    said = re.findall(r"Warning: out of memory: microbatches of \d+ tokens from here on\n", printed)
+    assert len(said) == 2 and before_step_2.count("out of memory") == 2
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+@needs_support
+def test_lack_of_memory_for_one_response_stops_the_run(checkpoint, tmp_path):
+    def no_memory():
+        starter.grpo_microbatch_step = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out"))
+
+    with mock.patch.object(starter, "grpo_microbatch_step", starter.grpo_microbatch_step), \
+            at_call(starter, "rollout", 3, no_memory), \
+            pytest.raises(RunStopped, match="out of memory with a single response at a time; "
+                                            "lower max_new_tokens"):
+        run("guarded", **settings(checkpoint, tmp_path / "runs"))
+    assert checkpoints_of(tmp_path) == ["step_00000001"]  # the step before is not lost
+
+
+@needs_support
+def test_halved_microbatches_have_the_same_rows():
+    def rows(first, n):
+        return {"labels": torch.arange(first, first + n)[:, None], "ref_hidden": torch.ones(n, 2)}
+
+    halves = runs.halved([rows(10, 1), rows(20, 5)])
+    assert [half["labels"][:, 0].tolist() for half in halves] == [[10], [20, 21, 22], [23, 24]]
+    assert not any("ref_hidden" in half for half in halves)
+
+
+@both
+def test_other_errors_do_not_pass_for_a_lack_of_memory(checkpoint, tmp_path, kind):
+    with mock.patch.object(starter, "grpo_microbatch_step", side_effect=RuntimeError("shapes")):
+        with pytest.raises(RuntimeError, match="shapes"):
+            run(kind, **settings(checkpoint, tmp_path))
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+
+def return_nan(text, problem):
+    return math.nan
+
+
+def return_inf(text, problem):
+    return math.inf
+
+
+@both
+@pytest.mark.parametrize("bad", [return_nan, pytest.param(return_inf, marks=slow)])
+def test_reward_that_is_not_finite_skips_its_step(checkpoint, tmp_path, capsys, kind, bad):
+    """In step 3 one response gets no finite reward: that step moves nothing, and says so."""
+    reward = at_reward(kind, 2 * ROLLOUT + 5, bad)
+    result = run(kind, **settings(
+        checkpoint, tmp_path, n_train_steps=5, reward=reward, use_kl_penalty=True, kl_coef=0.1,
+        epochs_per_rollout=2, kl_adaptation_method="target"))
+    logged = scalars(result["run_folder"])
+    assert list(logged["train/skipped_steps"].values()) == [0, 0, 1, 1, 1]
+    assert math.isnan(logged["train/loss"][3])
+    assert all(math.isfinite(loss) for step, loss in logged["train/loss"].items() if step != 3)
+    assert all(math.isfinite(beta) for beta in logged["adaptive_kl/current_beta"].values())
+    assert math.isfinite(result["after"]["reward_mean"])
+    printed = capsys.readouterr().out
+    assert "Warning: step 3 is skipped, its loss and grad_norm not finite" in printed
+    if kind == "guarded":
+        path = result["run_folder"] / "skipped_step_3.json"
+        assert f"; its responses: {path}\n" in printed
+        kept = json.loads(path.read_text())
+        assert kept["not finite"] == ["loss", "grad_norm"] and len(kept["responses"]) == ROLLOUT
+        assert str(kept["responses"][4]["reward"]) == str(bad("", {}))
+        assert set(kept["responses"][4]) == {"prompt", "text", "reward", "ids", "log_probs"}
+
+
+@both
+def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path, kind):
+    """The loss of step 2 is finite, one gradient is not."""
+    weights = {}
+    real = torch.nn.utils.clip_grad_norm_
+    calls = itertools.count(1)
+
+    def spoil(parameters, norm):
+        parameters = list(parameters)
+        step = next(calls)
+        weights[step] = [parameter.detach().clone() for parameter in parameters]
+        if step == 2:
+            parameters[-1].grad[0] = math.inf
+        return real(parameters, norm)
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", spoil):
+        result = run(kind, **settings(checkpoint, tmp_path, n_train_steps=4))
+    assert all(map(torch.equal, weights[2], weights[3]))
+    assert not any(map(torch.equal, weights[3], weights[4]))
+    assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [0, 1, 1, 1]
+
+
+@both
+def test_run_stops_after_several_skipped_steps(checkpoint, tmp_path, kind):
+    reward = at_reward(kind, lambda call: call > ROLLOUT, return_nan)
+    given = settings(checkpoint, tmp_path / "runs", n_train_steps=9, save_every=1)
+    with mock.patch.object(starter, "MAX_SKIPPED_STEPS", 3), \
+            pytest.raises(RunStopped, match="3 steps in a row had a loss or gradient that is not "
+                                            "finite; mend the reward or lower learning_rate"):
+        run(kind, **given | dict(reward=reward))
+    assert checkpoints_of(tmp_path)[-1] == "step_00000004"
+    gc.collect()
+    result = run(kind, **given | dict(resume=True))  # with a reward that was mended
+    skipped = scalars(result["run_folder"])["train/skipped_steps"]
+    assert list(skipped.values()) == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors in the middle of a run
+
+def hang(text, problem):
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:  # even one that catches everything it may
+            pass
+
+
+def divide_by_zero(text, problem):
+    return 1 / 0
+
+
+def return_text(text, problem):
+    return "1.0"
+
+
+@both
+@pytest.mark.parametrize("broken, words", [
+    (divide_by_zero, "raised ZeroDivisionError: division by zero on the text"),
+    pytest.param(return_text, "returned '1.0' on the text", marks=slow),
+    (hang, "took more than 0.2 s on the text")])
+def test_broken_reward_stops_the_run_in_one_sentence(checkpoint, tmp_path, kind, broken, words):
+    if broken is hang and kind == "plain":
+        pytest.skip("the limit of time is a guard of support/")
+    reward = at_reward(kind, ROLLOUT + 3, broken)
+    limit = mock.patch.object(runs, "REWARD_SECONDS", 0.2) if HAS_SUPPORT else nullcontext()
+    with limit, pytest.raises(InputError, match=f"reward {re.escape(words)} .*; it must return"):
+        run(kind, **settings(checkpoint, tmp_path / "runs", reward=reward))
+    saved = ["step_00000001"] if kind == "guarded" else []  # support/ saves the step before
+    assert checkpoints_of(tmp_path) == saved
+
+
+@needs_support
+def test_weights_in_the_middle_of_a_step_are_never_saved(checkpoint, tmp_path, undisturbed):
+    """An error in the second epoch of step 4, when the weights have moved: they belong neither to
+    step 3 nor to step 4."""
+    bug = mock.Mock(side_effect=RuntimeError("a bug"))
+    with at_call(starter, "accumulate_gradients", 8, bug), pytest.raises(RuntimeError, match="bug"):
+        run("guarded", **full_settings(checkpoint, tmp_path))
+    assert checkpoints_of(tmp_path) == ["step_00000002"]
+    gc.collect()
+    resume("guarded", checkpoint, tmp_path)
+    assert crash_test.outcome(tmp_path) == undisturbed("guarded")
+
+
+@needs_support
+@pytest.mark.parametrize("name, number", [("rollout", 6), ("evaluate", 2)])
+def test_run_that_an_error_stopped_goes_on_with_the_same_bits(checkpoint, tmp_path, undisturbed,
+                                                              name, number):
+    """Between the checkpoints of steps 2 and 4, after random numbers were drawn: the finished step
+    is saved, and nothing of the unfinished one counts."""
+    bug = mock.Mock(side_effect=RuntimeError("a bug"))
+    with at_call(starter, name, number, bug, after=True), pytest.raises(RuntimeError, match="bug"):
+        run("guarded", **full_settings(checkpoint, tmp_path))
+    assert checkpoints_of(tmp_path) == ["step_00000002", "step_00000003"]
+    gc.collect()
+    resume("guarded", checkpoint, tmp_path)
+    assert crash_test.outcome(tmp_path) == undisturbed("guarded")
+
+
+# --------------------------------------------------------------------------------------------------
+# An engine that dies or hangs
+
+class FakeEngine:
+    """As much of vLLM's LLM as is called. It samples with the policy itself."""
+    started = 0
+
+    def __init__(self, policy, faults):
+        FakeEngine.started += 1
+        self.policy = policy
+        self.faults = faults
+        self.weights = None
+        self.fresh = False
+
+    def collective_rpc(self, load, args):
+        self.weights = {name: parameter.clone() for name, parameter in args[0]}
+
+    def reset_prefix_cache(self):
+        self.fresh = True
+        return True
+
+    def generate(self, prompts, params, use_tqdm):
+        assert self.fresh, "what was cached before would decide over bits"
+        self.fresh = False
+        if self.faults:
+            self.faults.pop()()
+        assert all(torch.equal(parameter, self.weights[name])
+                   for name, parameter in self.policy.named_parameters()), "old weights"
+        first = params[0]
+        sampling = starter.Sampling(first.n, first.max_tokens, first.temperature, first.seed,
+                                    tuple(first.stop_token_ids))
+        prompts = [prompt["prompt_token_ids"] for prompt in prompts]
+        outputs = []
+        for response in starter.rollout_with_transformers(self.policy, prompts, sampling):
+            chosen = zip(response.response_ids, response.log_probs)
+            outputs.append(SimpleNamespace(
+                token_ids=response.response_ids,
+                finish_reason="stop" if response.finished else "length",
+                logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in chosen]))
+        return [SimpleNamespace(outputs=outputs[i:i + first.n])
+                for i in range(0, len(outputs), first.n)]
+
+
+def run_with_fake_engine(kind, checkpoint, folder, faults=()):
+    """A run whose engine has these faults, one a call, from the rollout of step 2 on."""
+    policies = []
+    active = []
+    real_init = starter.init_policy
+
+    def init_policy(*args):
+        policies.append(real_init(*args))
+        return policies[-1]
+
+    def init_vllm(*args):
+        return FakeEngine(policies[0][0], active)
+
+    FakeEngine.started = 0
+    vllm = SimpleNamespace(SamplingParams=SimpleNamespace)
+    with mock.patch.multiple(starter, init_policy=init_policy, init_vllm=init_vllm), \
+            mock.patch.dict(sys.modules, vllm=vllm), \
+            mock.patch.object(importlib.util, "find_spec", return_value=True), \
+            at_call(starter, "rollout", 3, lambda: active.extend(faults)):
+        return run(kind, **settings(checkpoint, folder / "runs", engine="vllm", n_train_steps=3,
+                                    save_every=3))
+
+
+def engine_dies():
+    raise RuntimeError("EngineDeadError")
+
+
+def engine_hangs():
+    time.sleep(60)
+
+
+@needs_support
+@pytest.mark.parametrize("fault, words", [
+    (engine_dies, r"failed \(RuntimeError: EngineDeadError\)"),
+    pytest.param(engine_hangs, "did not return within 2 s", marks=slow)])
+def test_engine_is_started_again_with_the_present_weights(checkpoint, tmp_path, capsys, fault,
+                                                          words):
+    with mock.patch.object(runs, "ENGINE_SECONDS", 2):
+        run_with_fake_engine("guarded", checkpoint, tmp_path / "sound")
+        assert FakeEngine.started == 1
+        run_with_fake_engine("guarded", checkpoint, tmp_path / "once", [fault])
+        assert FakeEngine.started == 2
+        assert re.search(rf"Warning: vLLM's generate {words}; it is started again with the "
+                         r"present weights\n", capsys.readouterr().out)
+        assert crash_test.outcome(tmp_path / "once") == crash_test.outcome(tmp_path / "sound")
+        with pytest.raises(RunStopped, match=f"vLLM's generate {words}, twice; resume = True"):
+            run_with_fake_engine("guarded", checkpoint, tmp_path / "twice", [fault, fault])
+    assert checkpoints_of(tmp_path / "twice") == ["step_00000001"]
+
+
+def test_plain_run_ends_with_its_engine(checkpoint, tmp_path):
+    run_with_fake_engine("plain", checkpoint, tmp_path / "sound")
+    with pytest.raises(RuntimeError, match="EngineDeadError"):
+        run_with_fake_engine("plain", checkpoint, tmp_path / "dies", [engine_dies])
+
+
+@needs_support
+def test_engine_that_cannot_start_again_stops_the_run(capsys):
+    engines = iter([mock.Mock(generate=mock.Mock(side_effect=RuntimeError("died")))])
+
+    def start():
+        for engine in engines:
+            return engine
+        raise ValueError("no memory for the cache")
+
+    with pytest.raises(RunStopped, match=r"vLLM's generate failed \(ValueError: no memory for the "
+                                         r"cache\), twice; resume = True"):
+        runs.RestartedVLLM(start, None, starter.OneProcess()).generate([])
+    assert "failed (RuntimeError: died); it is started again" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------
+# For real: kill -9, memory that ends, vLLM
+
+def test_published_kills_were_all_survived():
+    rows = crash_test.read_rows()
+    kinds = {(row["engine"], row["parts"]) for row in rows}
+    assert {("transformers", "support/"), ("vllm", "support/")} <= kinds
+    for kind in kinds:
+        of_kind = [row for row in rows if (row["engine"], row["parts"]) == kind]
+        assert len(of_kind) >= 50, kind
+        assert {row["phase"] for row in of_kind} == set(crash_test.PHASES)
+    assert [row for row in rows if not crash_test.is_same(row)] == []
+
+
+@slow
+@needs_support
+@pytest.mark.parametrize("engine, alone", [
+    ("transformers", False), ("transformers", True),
+    pytest.param("vllm", False, marks=needs_vllm)])
+def test_killed_processes_end_with_the_same_bits(engine, alone):
+    for row in crash_test.kill_runs(range(4), engine, alone, 2):
+        assert crash_test.is_same(row), row
+
+
+def run_program(program, *arguments, timeout=300):
+    """Runs a program that uses this file as t, with the built-in problems cut to 60."""
+    program = ("import starter, test_runs as t\nstarter.N_TRAIN_PROBLEMS = 60\n" + program)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
+        map(str, (REPOSITORY, Path(__file__).parent)))}
+    done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], text=True,
+                          env=environment, capture_output=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@slow
+@needs_support
+@needs_vllm
+def test_real_engine_is_started_again(checkpoint, tmp_path):
+    program = """
+import itertools, sys
+from pathlib import Path
+from unittest import mock
+from vllm import LLM
+real, calls = LLM.generate, itertools.count(1)
+def generate(self, *args, **kwargs):
+    if next(calls) == int(sys.argv[3]):
+        raise RuntimeError("the engine died")
+    return real(self, *args, **kwargs)
+with mock.patch.object(LLM, "generate", generate):
+    t.run(**t.settings(sys.argv[1], Path(sys.argv[2]) / "runs", engine="vllm", save_every=2))
+"""
+    run_program(program, checkpoint, tmp_path / "sound", 99)
+    printed = run_program(program, checkpoint, tmp_path / "died", 4)
+    assert ("vLLM's generate failed (RuntimeError: the engine died); it is started again with the "
+            "present weights") in printed
+    assert crash_test.outcome(tmp_path / "died") == crash_test.outcome(tmp_path / "sound")
+
+
+@slow
+@needs_support
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_real_lack_of_memory_does_not_end_the_run(checkpoint, tmp_path):
+    """The address space is limited to what is in use before the update and a little more; a large
+    microbatch does not fit."""
+    program = """
+import resource, sys
+from pathlib import Path
+real = starter.accumulate_gradients
+def limited(*args, **kwargs):
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = in_use + int(sys.argv[3]) * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        return real(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+starter.accumulate_gradients = limited
+t.run(**t.settings(sys.argv[1], sys.argv[2], n_train_steps=2, rollout_batch_size=1024,
+                   max_new_tokens=32, max_tokens_per_microbatch=100_000))
+"""
+    weights = []
+    for name, megabytes in (("plenty", 20_000), ("small", 300)):
+        printed = run_program(program, checkpoint, tmp_path / name, megabytes)
+        folder, = (tmp_path / name).glob("*/model")
+        weights.append(weights_of(folder))
+    assert "Warning: out of memory: microbatches of " in printed and printed.count("Step ") == 2
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run computes
+
+def numbers_of(result):
+    """The scalars of a run without those that measure time or memory."""
+    return {tag: values for tag, values in scalars(result["run_folder"]).items()
+            if not tag.startswith(("time/", "mem/")) and tag != "train/tokens_per_s"}
+
+
+@both
+def test_same_seed_gives_the_same_numbers(checkpoint, tmp_path, kind):
+    first, second, other = (
+        numbers_of(run(kind, **settings(checkpoint, tmp_path, use_kl_penalty=True, seed=seed)))
+        for seed in (0, 0, 1))
+    assert first == second != other
+
+
+def test_every_step_and_seed_samples_with_a_seed_of_its_own(checkpoint, tmp_path):
+    """A response adds its number to the seed, so the seeds must be far apart."""
+    seeds = []
+    real = starter.rollout
+
+    def note(policy, llm, prompts, sampling, parts):
+        seeds.append(sampling.seed)
+        return real(policy, llm, prompts, sampling, parts)
+
+    with mock.patch.object(starter, "rollout", note):
+        for seed in (0, 1):
+            run(**settings(checkpoint, tmp_path, seed=seed))
+    # Of each run: evaluation, four steps, evaluation, KL.
+    assert len(seeds) == 14 and seeds[0] == seeds[5] and len(set(seeds)) == 12
+    assert all(abs(a - b) >= 2**16 for a, b in itertools.combinations(set(seeds), 2))
+    assert max(seeds) < 2**32 - 1  # a CPU generator reads 32 bits
+
+
+def test_evaluation_is_logged_with_its_step(checkpoint, tmp_path):
+    result = run(**settings(checkpoint, tmp_path, n_train_steps=5, eval_every=2))
+    assert list(scalars(result["run_folder"])["eval/solved"]) == [0, 2, 4, 5]
+
+
+@both
+def test_saved_model_is_the_trained_one(checkpoint, tmp_path, kind):
+    trained = {}
+    real = starter.measure_kl
+
+    def note(policy, *args):
+        trained.update({name: tensor.clone() for name, tensor in policy.state_dict().items()})
+        return real(policy, *args)
+
+    with mock.patch.object(starter, "measure_kl", note):
+        result = run(kind, **settings(checkpoint, tmp_path))
+    policy, tokenizer = starter.init_policy(result["run_folder"] / "model", "cpu")
+    start, _ = starter.init_policy(checkpoint, "cpu")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.state_dict().items())
+    assert not torch.equal(policy.lm_head.weight, start.lm_head.weight)
+    prompt_ids, = starter.prompt_ids_of([{"prompt": "make 3: 1 2"}], tokenizer)
+    assert prompt_ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
+@both
+def test_reference_stays_while_the_policy_moves(checkpoint, tmp_path, kind):
+    models = {}
+    real = starter.train
+
+    def note(policy, *args):
+        models["policy"], models["reference"] = policy, args[-2]
+        models["before"] = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+        return real(policy, *args)
+
+    with mock.patch.object(starter, "train", note):
+        result = run(kind, **settings(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1))
+    for name, tensor in models["reference"].state_dict().items():
+        assert torch.equal(tensor, models["before"][name])
+    for name, tensor in models["policy"].named_parameters():
+        assert not torch.equal(tensor, models["before"][name])
+    kl = list(scalars(result["run_folder"])["train/kl_penalty"].values())
+    assert kl[0] < 1e-6 < kl[-1] and result["kl_per_token"] > 0
+
+
+def test_no_reference_is_in_memory_without_the_penalty(checkpoint, tmp_path):
+    with mock.patch.object(starter.copy, "deepcopy", wraps=starter.copy.deepcopy) as copies:
+        result = run(**settings(checkpoint, tmp_path))
+    assert not any(isinstance(call.args[0], torch.nn.Module) for call in copies.call_args_list)
+    assert "train/kl_penalty" not in scalars(result["run_folder"])
+
+
+def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
+    """Were they taken anew in each epoch, the ratio would always be 1 and nothing clipped."""
+    result = run(**settings(checkpoint, tmp_path, epochs_per_rollout=3, clip_range=0.01,
+                            learning_rate=1e-2))
+    clipped = scalars(result["run_folder"])["train/clip_frac"]
+    assert len(clipped) == 4 and all(value > 0 for value in clipped.values())
+
+
+@pytest.mark.parametrize("changes", [
+    dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"),
+    dict(kl_estimator="k1", kl_in="reward"), dict(kl_adaptation_method="clip_sound"),
+    dict(kl_estimator="k3", kl_gradient="as_written")], ids=str)
+def test_strong_penalty_of_any_kind_keeps_the_policy_near(checkpoint, tmp_path, changes):
+    given = settings(checkpoint, tmp_path, n_train_steps=12, learning_rate=3e-3)
+    free = run(**given)["kl_per_token"]
+    penalised = run(**given, use_kl_penalty=True, kl_coef=5.0, **changes)["kl_per_token"]
+    assert penalised < 0.6 * free
+
+
+def test_adaptive_method_changes_gradient_and_coefficient(checkpoint, tmp_path):
+    def numbers(**changes):
+        given = settings(checkpoint, tmp_path, learning_rate=1e-2, n_train_steps=3,
+                         use_kl_penalty=True, kl_coef=0.1)
+        return numbers_of(run(**given, **changes))
+
+    plain = numbers()
+    clipped = numbers(kl_adaptation_method="clip", kl_clip_threshold=0.01)
+    falling = numbers(kl_adaptation_method="dynamic", reward_threshold=0.0, dynamic_beta_decay=0.5)
+    assert plain["adaptive_kl/raw_kl"] == plain["train/kl_penalty"]
+    for step, raw in plain["adaptive_kl/raw_kl"].items():
+        assert raw == pytest.approx(plain["adaptive_kl/adapted_kl"][step], rel=1e-5)
+    assert clipped["adaptive_kl/adapted_kl"][3] <= 0.01 < clipped["adaptive_kl/raw_kl"][3]
+    betas = list(falling["adaptive_kl/current_beta"].values())
+    assert betas == pytest.approx([0.1, 0.05, 0.025])
+    assert set(plain["adaptive_kl/current_beta"].values()) == {pytest.approx(0.1)}
+    for other in (clipped, falling):  # at the start the policy is the reference
+        assert other["train/grad_norm"][1] == plain["train/grad_norm"][1]
+        assert other["train/grad_norm"][3] != plain["train/grad_norm"][3]
+
+
+def test_run_goes_on_after_its_schedule_has_switched_the_penalty_off(checkpoint, tmp_path):
+    result = run(**settings(checkpoint, tmp_path, n_train_steps=3, use_kl_penalty=True,
+                            kl_coef=0.1, kl_adaptation_method="dynamic", beta_schedule_steps=1))
+    logged = scalars(result["run_folder"])
+    assert list(logged["adaptive_kl/current_beta"].values()) == pytest.approx([0.1, 0.0, 0.0])
+    assert logged["train/kl_penalty"][3] > 0
+
+
+@slow
+@needs_support
+def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
+    result = starter.main(model_id="tiny", n_train_steps=30, eval_every=0, n_eval_problems=200,
+                          out_dir=str(tmp_path), engine="transformers")
+    rewards = list(scalars(result["run_folder"])["train/reward_mean"].values())
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run says
+
+def test_progress_bar_is_shown_in_a_terminal_only(checkpoint, tmp_path):
+    pty = pytest.importorskip("pty")
+    import fcntl
+    import struct
+    import termios
+    program = ("import sys, starter, test_runs as t\nstarter.N_TRAIN_PROBLEMS = 60\n"
+               "t.run('plain', **t.settings(*sys.argv[1:]))")
+    command = [sys.executable, "-c", program, str(checkpoint), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
+        map(str, (REPOSITORY, Path(__file__).parent)))}
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    in_terminal = subprocess.Popen(command, env=environment, stdout=inside,
+                                   stderr=subprocess.DEVNULL)
+    in_pipe = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    os.close(inside)
+    shown = b""
+    try:
+        while part := os.read(terminal, 4096):
+            shown += part
+    except OSError:  # Linux says so when the other side has closed
+        pass
+    piped, _ = in_pipe.communicate()
+    assert in_terminal.wait() == 0 and in_pipe.returncode == 0
+    assert b"/4 [" in shown and b"Step 4 |" in shown
+    assert b"\r" not in piped and b"/4 [" not in piped and piped.count(b"Step ") == 4
+
+
+@needs_support
+def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, save_every=1)
+    sign = {"drift": "the policy drifts; raise kl_coef"}
+    with mock.patch.object(runs, "warning_signs", return_value=sign):
+        run("guarded", **given | dict(n_train_steps=2))
+        first = capsys.readouterr().out
+        run("guarded", **given | dict(n_train_steps=4, resume=True))
+        second = capsys.readouterr().out
+
+    def steps_with_warning(printed):
+        return re.findall(r"Step (\d) \|.*\nWarning: the policy drifts", printed)
+
+    assert steps_with_warning(first) == ["1"] and steps_with_warning(second) == []
+    evaluations = first.count("Eval at step") + second.count("Eval at step")
+    assert (first + second).count("the policy drifts") == 1 + evaluations  # these repeat it
+
+
+@needs_support
+def test_warning_signs_name_what_is_wrong_and_nothing_else():
+    cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True)
+    first = dict(response_length=8.0, reward_mean=0.3, retention_sort=0.9, kl_per_token=0.0)
+    fine = dict(response_length=9.0, reward_mean=0.6, retention_sort=0.88, kl_per_token=0.005,
+                kl_capped_frac=0.02)
+
+    def signs(**changes):
+        return runs.warning_signs(fine | changes, first, cfg, 50)
+
+    assert signs() == {} and signs(kl_per_token=0.15) == {}
+    for name, changes, words in (
+            ("drift", dict(kl_per_token=0.21), "KL is 0.21 nats per token, above 0.2"),
+            ("stuck", dict(reward_mean=0.31), "nothing is learnt"),
+            ("retention_sort", dict(retention_sort=0.8), "sort fell from 90% to 80%"),
+            ("length", dict(response_length=12.1), "1.5 times as long as at first"),
+            ("cut", dict(kl_capped_frac=0.2), "their ratio is cut")):
+        found = signs(**changes)
+        assert list(found) == [name] and words in found[name]
+    cfg.use_kl_penalty = False
+    assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["retention_sort"]
+
+
+@needs_support
+def test_kl_by_position_and_by_token_adds_up(checkpoint, tmp_path):
+    result = run("guarded", **settings(checkpoint, tmp_path))
+    tables = json.loads((result["run_folder"] / "kl_by_token.json").read_text())
+    for table in tables.values():
+        nats, tokens = (sum(column) for column in zip(*table.values()))
+        assert nats / tokens == pytest.approx(result["kl_per_token"])
+        assert nats / N_EVAL == pytest.approx(result["kl_per_sequence"])
+    assert tables["position"]["0"][1] == N_EVAL
+    assert set(tables["position"]) == set(map(str, range(len(tables["position"]))))
+
+
+# --------------------------------------------------------------------------------------------------
+# KL settings without effect
+
+def start_with_kl(checkpoint, folder, **changes):
+    """Starts a run and ends it before its first evaluation, with StopIteration."""
+    changes = dict(use_kl_penalty=True, kl_coef=0.1) | changes
+    given = settings(checkpoint, folder / "runs", **changes)
+    with mock.patch.object(starter, "evaluate", side_effect=StopIteration):
+        run("guarded", **given)
+
+
+@needs_support
+@pytest.mark.parametrize("named, changes", [
+    ("kl_adaptation_method = 'clip'", dict(kl_adaptation_method="clip", kl_clip_threshold=1e9)),
+    ("kl_coef = 0.1", dict(kl_adaptation_method="clip", kl_clip_threshold=0.0)),
+    ("kl_target = 0.3", dict(kl_adaptation_method="clip", kl_target=0.3)),
+    ("kl_clip_threshold = 0.5", dict(kl_clip_threshold=0.5)),
+    ("beta_min = 0.05", dict(beta_min=0.05)),
+    ("kl_coef = 1e-12", dict(kl_coef=1e-12)),
+    ("kl_gradient = 'as_written'", dict(kl_estimator="exact", kl_gradient="as_written")),
+    # In the first epoch of a rollout the two gradients of k2 are the same.
+    ("kl_gradient = 'as_written'", dict(kl_estimator="k2", kl_gradient="as_written")),
+    ("kl_adaptation_method = 'dynamic'", dict(
+        kl_adaptation_method="dynamic", reward_threshold=7.0, reward=starter.reward_fn)),
+], ids=str)
+def test_setting_without_effect_is_refused(checkpoint, tmp_path, named, changes):
+    with pytest.raises(InputError, match=re.escape(named) + " changes nothing here"):
+        start_with_kl(checkpoint, tmp_path, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_support
+@pytest.mark.parametrize("changes", [
+    dict(kl_adaptation_method="clip", kl_clip_threshold=1.0), dict(kl_coef=1e-4),
+    dict(kl_estimator="k2"), dict(kl_adaptation_method="target_sound", kl_target=0.2),
+    dict(kl_estimator="k2", kl_gradient="as_written", epochs_per_rollout=2),
+    dict(kl_adaptation_method="dynamic", beta_min=0.09), dict(kl_adaptation_method="clip_sound"),
+    dict(kl_adaptation_method="length_normalized", kl_estimator="k1", kl_in="reward"),
+    # Only its author knows how far this reward reaches.
+    dict(kl_adaptation_method="dynamic", reward_threshold=7.0)], ids=str)
+def test_setting_with_effect_is_accepted(checkpoint, tmp_path, changes):
+    with pytest.raises(StopIteration):
+        start_with_kl(checkpoint, tmp_path, **changes)
+
+
+@needs_support
+def test_check_of_the_settings_leaves_no_gradient(checkpoint, tmp_path):
+    """The first steps have the same gradient with that check and without it."""
+    given = settings(checkpoint, tmp_path, n_train_steps=2, use_kl_penalty=True, kl_coef=0.1)
+    norms = [scalars(run("guarded", **given)["run_folder"])["train/grad_norm"]]
+    with mock.patch.object(runs, "refuse_settings_without_effect"):
+        norms.append(scalars(run("guarded", **given)["run_folder"])["train/grad_norm"])
+    assert norms[0] == norms[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# What stops a run whose numbers would be wrong
+
+def check(rows, step=5, first_difference=None, bf16=False):
+    rows = {"response_mask": torch.ones(1, 2, dtype=torch.bool),
+            "old_log_probs": torch.tensor([[-1.0, -2.0]]),
+            "rollout_log_probs": torch.tensor([[-1.0, -2.0]])} | rows
+    return starter.check_log_probs([rows], step, first_difference, SimpleNamespace(bf16=bf16),
+                                   starter.OneProcess())
+
+
+def test_stale_sampler_stops_the_run():
+    close = {"rollout_log_probs": torch.tensor([[-1.0, -2.0001]])}
+    far = {"rollout_log_probs": torch.tensor([[-1.0, -2.01]])}
+    farther = {"rollout_log_probs": torch.tensor([[-1.1, -2.1]])}
+    assert check(close)["sampler_logprob_diff"] == pytest.approx(5e-5, rel=0.01)
+    with pytest.raises(RunStopped, match="step 5: sampler and trainer disagree by 0.005 .*stale"):
+        check(far)
+    check(far, bf16=True)  # bf16 rounds that much
+    check(far, first_difference=0.01, bf16=True)
+    with pytest.raises(RunStopped, match="disagree by 0.1 "):  # but it must not grow
+        check(farther, first_difference=0.01, bf16=True)
+    with pytest.raises(RunStopped, match="disagree by nan"):
+        check({"old_log_probs": torch.tensor([[math.nan, 0.0]])})
+    masked = {"rollout_log_probs": torch.tensor([[-1.0, 9.0]]),
+              "response_mask": torch.tensor([[True, False]])}
+    assert check(masked)["sampler_logprob_diff_max"] == 0
+
+
+def test_reference_that_is_not_the_policy_stops_the_run():
+    moved = {"ref_log_probs": torch.tensor([[-1.0, -2.001]])}
+    with pytest.raises(RunStopped, match="differs from its own copy by 0.001 nats before any"):
+        check(moved, step=1)
+    check(moved, first_difference=0.0)  # after the first step it may differ
+    with pytest.raises(RunStopped, match="differs from its own copy by nan"):
+        check({"ref_log_probs": torch.tensor([[-1.0, math.nan]])}, step=1)
+
+
+def test_sampler_correction_weighs_by_the_ratio_and_is_cut(checkpoint):
+    """The gradient of one response whose sampler's log-probs are off by -0.3, 0 and 1: weights
+    exp(0.3), cut at 1.2, then 1 and exp(-1)."""
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    batch = starter.make_batch([Response([5, 6], [7, 8, 9], [0.0] * 3, True)], torch.ones(1), "cpu")
+    mask = batch["response_mask"]
+    own = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], mask)
+    off = torch.zeros_like(own).masked_scatter(mask, torch.tensor([-0.3, 0.0, 1.0]))
+    batch |= {"weights": mask.float(), "rollout_log_probs": own.detach() + off}
+    by_hand = -(own[mask] * torch.tensor([1.2, 1.0, math.exp(-1)])).sum()
+    first = next(policy.parameters())
+    expected, = torch.autograd.grad(by_hand, first)
+    cfg = SimpleNamespace(bf16=False, temperature=1.0, kl=starter.KLSettings(), clip_range=0.2,
+                          importance_cap=1.2)
+    starter.grpo_microbatch_step(policy, batch, cfg)
+    torch.testing.assert_close(first.grad, expected, rtol=0, atol=1e-5)
+
+
+def test_logged_means_do_not_depend_on_the_microbatch_size(checkpoint):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    responses = [Response([3], [5 + i] * n, [-3.0] * n, True) for i, n in enumerate((1, 9, 4, 2))]
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, 4), "cpu")
+    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
+    cfg = SimpleNamespace(bf16=False, temperature=1.0, kl=starter.KLSettings(), clip_range=0.2,
+                          importance_cap=2.0)
+    parts = starter.Parts(starter.PLAIN, starter.OneProcess(), None)
+    whole, *cut = (starter.accumulate_gradients(policy, starter.cut_microbatches(batch, n), 16, cfg,
+                                                parts)[0] for n in (1000, 10, 1))
+    assert {"loss", "ratio_mean", "clip_frac", "entropy"} <= set(whole)
+    for means in cut:
+        for name in whole:
+            torch.testing.assert_close(means[name], whole[name], rtol=1e-5, atol=1e-6)
