@@ -151,7 +151,8 @@ def test_failing_quick_test_prints_one_line_and_does_not_stop(capsys, quick_grad
     failed = [line for line in lines if line.startswith("\u274c ")]
     assert "\u274c masked mean ignores masked entries: no longer holds (AssertionError" in failed[0]
     assert len(lines) == len(quick_tests()) + 3  # one line for each, a first, a last, an empty one
-    assert lines[-2] == f"=== {len(failed)} of {len(quick_tests())} Tests Failed; training goes on ==="
+    counts = f"{len(failed)} of {len(quick_tests())}"
+    assert lines[-2] == f"=== {counts} Tests Failed; training goes on ==="
     with mock.patch.object(starter, "reward_fn", side_effect=KeyError("two\nlines")):
         starter.test_functions()
     assert "no longer holds (KeyError: 'two\\nlines')" in capsys.readouterr().out
@@ -863,7 +864,7 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(compute, monkeyp
 
 
 def test_largest_tensor_of_the_head_does_not_grow_with_the_tokens(compute, monkeypatch):
-    """Forward and backward, with a reference, from 2,048 to 16,384 tokens."""
+    """Forward and backward, with a reference, at 2,048 and 8,192 tokens."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -879,7 +880,7 @@ def test_largest_tensor_of_the_head_does_not_grow_with_the_tokens(compute, monke
     monkeypatch.setattr(starter, "LOGITS_AT_ONCE", 1 << 22)  # that of support/fast.py
     ref_weight = torch.randn(3_000, 4)
     weight = ref_weight.clone().requires_grad_()
-    for n in (2_048, 16_384):
+    for n in (2_048, 8_192):
         hidden = torch.randn(n, 4, requires_grad=True)
         labels = torch.arange(n) % 3_000
         with Largest() as largest:
@@ -1359,41 +1360,9 @@ def train(checkpoint, folder, **changes):
     return starter.main(**settings(checkpoint, folder, **changes))
 
 
-def with_kl(**changes):
-    return dict(use_kl_penalty=True, kl_coef=0.1) | changes
-
-
-def numbers_of(run_folder):
-    """The scalars of a run, without times and memory."""
-    return {tag: values for tag, values in scalars(run_folder).items()
-            if not tag.startswith(("time/", "mem/")) and tag != "train/tokens_per_s"}
-
-
 def of(result, tag):
     """The values of a metric, step after step."""
     return list(scalars(result["run_folder"])[tag].values())
-
-
-@pytest.fixture(scope="module")
-def run_with_kl(checkpoint, tmp_path_factory):
-    """What main() returns; a large learning rate, so that the policy leaves the reference."""
-    return train(checkpoint, tmp_path_factory.mktemp("run"), learning_rate=1e-2, **with_kl())
-
-
-def test_same_seed_gives_the_same_numbers_and_another_seed_others(checkpoint, tmp_path,
-                                                                  run_with_kl):
-    first = numbers_of(run_with_kl["run_folder"])
-    same, other = (train(checkpoint, tmp_path, learning_rate=1e-2, seed=seed, **with_kl())
-                   for seed in (0, 1))
-    assert numbers_of(same["run_folder"]) == first != numbers_of(other["run_folder"])
-    assert len(first) > 20
-
-
-def test_run_without_the_penalty_holds_no_reference(checkpoint, tmp_path):
-    with mock.patch.object(starter.copy, "deepcopy", wraps=copy.deepcopy) as copies:
-        result = train(checkpoint, tmp_path)
-    assert not any(isinstance(call.args[0], torch.nn.Module) for call in copies.call_args_list)
-    assert not [tag for tag in numbers_of(result["run_folder"]) if "kl" in tag]
 
 
 def test_reference_does_not_move_while_the_policy_does(checkpoint, tmp_path):
@@ -1408,80 +1377,36 @@ def test_reference_does_not_move_while_the_policy_does(checkpoint, tmp_path):
         seen["policy"] = [torch.equal(p, before[name]) for name, p in policy.named_parameters()]
 
     with mock.patch.object(starter, "train", train_and_look):
-        result = train(checkpoint, tmp_path, **with_kl())
+        result = train(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1)
     assert all(seen["reference"]) and not any(seen["policy"])
     kl = of(result, "train/kl_penalty")
     assert kl[0] < 1e-6 < kl[-1] and result["kl_per_token"] > 0
 
 
 def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
-    """Three epochs: in the first the ratio is 1; later ones compare with the first."""
+    """Three epochs over one rollout: in the first the ratio is 1, later ones compare with it."""
     calls = []
     real_step = starter.grpo_microbatch_step
 
     def step(policy, rows, *args):
+        old_log_probs = rows.get("old_log_probs")
         loss, metadata, log_probs = real_step(policy, rows, *args)
-        old = rows.get("old_log_probs")
-        calls.append((id(rows["labels"]), None if old is None else old.clone(), log_probs,
-                      metadata["ratio_mean"].item()))
+        calls.append((old_log_probs, log_probs, metadata["ratio_mean"].item()))
         return loss, metadata, log_probs
 
     with mock.patch.object(starter, "grpo_microbatch_step", step):
         result = train(checkpoint, tmp_path, epochs_per_rollout=3, clip_range=0.01,
                        learning_rate=1e-2, n_train_steps=1, warmup_steps=0,
-                       max_tokens_per_microbatch=150, **with_kl())
+                       max_tokens_per_microbatch=100)
     n = len(calls) // 3
-    calls = calls[-3 * n:]  # without those of the start's checks
-    first = {key: log_probs for key, old, log_probs, _ in calls if old is None}
-    later = [call for call in calls if call[1] is not None and call[0] in first]
-    assert len(first) > 1 and len(later) == 2 * len(first)
-    for key, old, log_probs, ratio_mean in later:
-        assert torch.equal(old, first[key]) and not torch.equal(log_probs, old)
+    assert n > 1 and len(calls) == 3 * n
+    first_epoch = calls[:n]
+    for old_log_probs, _, ratio_mean in first_epoch:
+        assert old_log_probs is None and ratio_mean == 1
+    for later_epoch in (calls[n:2 * n], calls[2 * n:]):
+        for (old_log_probs, log_probs, _), (_, first, _) in zip(later_epoch, first_epoch):
+            assert torch.equal(old_log_probs, first) and not torch.equal(log_probs, first)
     assert of(result, "train/clip_frac")[0] > 0
-
-
-def test_logged_kl_is_raw_and_adapted(checkpoint, tmp_path, run_with_kl):
-    plain = run_with_kl
-    clipped = train(checkpoint, tmp_path, learning_rate=1e-2,
-                    **with_kl(kl_adaptation_method="clip", kl_clip_threshold=0.01))
-    raw = of(plain, "adaptive_kl/raw_kl")
-    assert raw == of(plain, "train/kl_penalty")
-    assert of(plain, "adaptive_kl/adapted_kl") == pytest.approx(raw, rel=1e-5)
-    assert of(clipped, "adaptive_kl/adapted_kl")[-1] <= 0.01 < of(clipped, "adaptive_kl/raw_kl")[-1]
-    norms = [of(result, "train/grad_norm") for result in (plain, clipped)]
-    assert norms[0][0] == norms[1][0] and norms[0][-1] != norms[1][-1]
-
-
-def test_coefficient_rule_changes_the_coefficient_and_the_gradient(checkpoint, tmp_path,
-                                                                   run_with_kl):
-    plain = run_with_kl
-    halved = train(checkpoint, tmp_path, learning_rate=1e-2, **with_kl(
-        kl_adaptation_method="dynamic", reward_threshold=0.0, dynamic_beta_decay=0.5))
-    assert of(plain, "adaptive_kl/current_beta") == pytest.approx([0.1] * 4)
-    assert of(halved, "adaptive_kl/current_beta") == pytest.approx([0.1, 0.05, 0.025, 0.0125])
-    norms = [of(result, "train/grad_norm") for result in (plain, halved)]
-    assert norms[0][0] == norms[1][0] and norms[0][-1] != norms[1][-1]
-
-
-def test_kl_is_still_measured_after_the_schedule_has_ended(checkpoint, tmp_path):
-    result = train(checkpoint, tmp_path,
-                   **with_kl(kl_adaptation_method="dynamic", beta_schedule_steps=1))
-    assert of(result, "adaptive_kl/current_beta") == pytest.approx([0.1, 0.0, 0.0, 0.0])
-    assert of(result, "train/kl_penalty")[-1] > 0
-
-
-@pytest.mark.parametrize("kind", [
-    dict(),
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
-        dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"),
-        dict(kl_estimator="k1", kl_in="reward"), dict(kl_adaptation_method="clip_sound"),
-        dict(kl_estimator="k3", kl_gradient="as_written")))])
-def test_strong_penalty_keeps_the_policy_close_to_the_reference(checkpoint, tmp_path, kind):
-    def kl_of_run(**changes):
-        result = train(checkpoint, tmp_path, n_train_steps=12, learning_rate=3e-3, **changes)
-        return result["kl_per_token"]
-
-    assert kl_of_run(**with_kl(kl_coef=5.0, **kind)) < 0.6 * kl_of_run()
 
 
 def test_evaluation_is_of_the_step_that_it_names(checkpoint, tmp_path):
@@ -1497,29 +1422,3 @@ def test_evaluation_is_of_the_step_that_it_names(checkpoint, tmp_path):
     assert long[0] == short[0] == pytest.approx(result["before"]["reward_mean"])
     assert long[2] == short[2] != long[0]
     assert long[5] == pytest.approx(result["after"]["reward_mean"])
-
-
-def test_saved_model_is_the_trained_one(checkpoint, tmp_path):
-    trained = {}
-    real_measure_kl = starter.measure_kl
-
-    def measure(policy, *args):
-        trained.update(copy.deepcopy(policy.state_dict()))
-        return real_measure_kl(policy, *args)
-
-    with mock.patch.object(starter, "measure_kl", measure):
-        result = train(checkpoint, tmp_path)
-    policy, tokenizer = starter.init_policy(result["run_folder"] / "model", CPU)
-    assert all(torch.equal(p, trained[name]) for name, p in policy.state_dict().items())
-    assert starter.prompt_ids_of([{"prompt": "make 3: 1 2"}], tokenizer) == PROMPTS[:1]
-    before, _ = starter.init_policy(checkpoint, CPU)
-    assert not any(map(torch.equal, policy.parameters(), before.parameters()))
-
-
-@pytest.mark.slow
-def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
-    pytest.importorskip("support.tiny")
-    result = starter.main(model_id="tiny", n_train_steps=30, eval_every=0, n_eval_problems=200,
-                          out_dir=str(tmp_path), engine="transformers", device="cpu")
-    reward = of(result, "train/reward_mean")
-    assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.03

@@ -15,7 +15,7 @@ class Section(NamedTuple):
 
 
 ALGORITHM = "test_starter.py tests/test_reference.py tests/test_fast.py"
-SAMPLER = "test_starter.py tests/test_reference.py tests/test_fast.py tests/test_architectures.py"
+SAMPLER = "test_starter.py tests/test_reference.py tests/test_fast.py"
 MODELS = "tests/test_architectures.py test_starter.py tests/test_fast.py tests/test_inputs.py"
 INPUTS = "tests/test_inputs.py tests/test_changes.py test_starter.py"
 LOOP = "test_starter.py tests/test_changes.py tests/test_runs.py tests/test_alone.py"

@@ -4,11 +4,12 @@
     python -m lab.mutants --only runs.py  those whose file, text or tests contain this
     python -m lab.mutants --list          prints them, with the test that caught each
     python -m lab.mutants --check         whether each fault's text stands exactly once
-    python -m lab.mutants --quick         only the likeliest tests; keeps what these catch
+    python -m lab.mutants --quick         only short tests, of the likeliest files; keeps what
+                                          these catch
 
-The faults are in lab/faults.py. The likeliest tests run first, the others if these pass. A fault
-that no test catches survives: either a test is missing, or the fault changes nothing that matters
-and leaves the list, with the reason.
+The faults are in lab/faults.py. The likeliest test files run first, the short tests before the
+long, and the other files if these pass. A fault that no test catches survives: either a test is
+missing, or the fault changes nothing that matters and leaves the list, with the reason.
 
 Two run at a time, each in a fork of this process, which has imported torch and transformers.
 Needs os.fork (Linux, macOS).
@@ -17,6 +18,8 @@ import argparse
 import csv
 import gc
 import importlib.util
+import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +40,7 @@ COLUMNS = ["file", "stands", "becomes", "caught_by", "commit"]
 AT_ONCE = 2
 TIME_LIMIT = 300  # seconds, or three times as long as without a fault; a hang counts as caught
 CONTROL_LIMIT = 1800  # seconds, without a fault
+SHORT = 1.0  # seconds of a test that --quick runs
 # These tests compare pages and lists with one another. A planted fault always changes them.
 LEFT_OUT = ("tests/test_lab.py", "tests/test_docs.py")
 
@@ -114,6 +118,30 @@ def arguments_of(files, slow, failing=()):
             *(f"--deselect={test}" for test in failing)]
 
 
+class Stopwatch:
+    """A pytest plugin that keeps the seconds of each test and, given those of an earlier run,
+    runs the short ones first, and those above most_seconds not at all."""
+
+    def __init__(self, known=None, most_seconds=math.inf):
+        self.known = known
+        self.most_seconds = most_seconds
+        self.seconds = Counter()
+
+    def pytest_collection_modifyitems(self, items):
+        if self.known is not None:
+            items[:] = [item for item in items if self.of(item) <= self.most_seconds]
+            items.sort(key=self.of)
+
+    def of(self, item):
+        return self.known.get(item.nodeid, self.most_seconds)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self):
+        Path("seconds.json").write_text(json.dumps(self.seconds))
+
+
 def import_once():
     """Imports what all tests import. Each fork then begins with it."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -129,7 +157,7 @@ def import_once():
     gc.freeze()  # else the end of each fork copies what it shares with this process
 
 
-def start(arguments, folder):
+def start(arguments, folder, stopwatch):
     """Starts pytest in a fork whose modules are those of the folder. Returns its process id."""
     sys.stdout.flush()
     child = os.fork()
@@ -146,7 +174,7 @@ def start(arguments, folder):
         for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
             del sys.modules[name]
         import pytest
-        status = int(pytest.main(arguments))
+        status = int(pytest.main(arguments, [stopwatch]))
         sys.stdout.flush()
     finally:
         os._exit(status)
@@ -156,6 +184,7 @@ class Job(NamedTuple):
     name: Any  # whatever tells the caller which this was
     arguments: list  # of pytest
     folder: Path
+    stopwatch: Stopwatch
 
 
 class Outcome(NamedTuple):
@@ -171,7 +200,7 @@ def run_all(next_job, limit):
     running = {}  # process id: (job, time of its start)
     while True:
         while len(running) < AT_ONCE and (job := next_job()):
-            running[start(job.arguments, job.folder)] = job, time.monotonic()
+            running[start(job.arguments, job.folder, job.stopwatch)] = job, time.monotonic()
         if not running:
             return
         time.sleep(0.1)
@@ -239,7 +268,7 @@ def mutants_table():
 
 def run_without_fault(snapshot, faults, quick):
     """Returns the ids of the tests that fail in the snapshot as it is, which can catch no fault,
-    and the seconds of the longest run of pytest."""
+    the seconds of the longest run of pytest, and those of each test."""
     files = defaultdict(set)
     for fault in faults:
         likeliest, others = test_files(fault, snapshot)
@@ -249,15 +278,18 @@ def run_without_fault(snapshot, faults, quick):
         folder = snapshot.with_name(f"control_{i}")
         shutil.copytree(snapshot, folder, symlinks=True)
         if names:
-            jobs.append(Job("control", arguments_of(sorted(names), slow), folder))
+            jobs.append(Job("control", arguments_of(sorted(names), slow), folder,
+                            Stopwatch()))
     failing = set()
+    seconds = {}
     longest = 0.0
     for job, outcome in run_all(lambda: jobs.popleft() if jobs else None, CONTROL_LIMIT):
         failing.update(outcome.tests)
         longest = max(longest, outcome.seconds)
         if outcome.failed and (not outcome.tests or outcome.tests == ["a hang"]):
             sys.exit(f"the tests do not run without a fault:\n{outcome.output[-3000:]}")
-    return sorted(failing), longest
+        seconds |= json.loads((job.folder / "seconds.json").read_text())
+    return sorted(failing), longest, seconds
 
 
 def caught_by(outcome):
@@ -279,11 +311,12 @@ def run_faults(faults, todo, quick):
         snapshot = Path(name) / "snapshot"
         snapshot.mkdir()
         copy_repository(snapshot)
-        failing, longest = run_without_fault(snapshot, todo, quick)
+        failing, longest, seconds = run_without_fault(snapshot, todo, quick)
         print(f"without a fault: at most {longest:.0f} s", flush=True)
         for test in failing:
             print(f"fails without a fault, so that it can catch none: {test}", flush=True)
 
+        stopwatch = Stopwatch(seconds, SHORT if quick else math.inf)
         waiting = deque(enumerate(todo))
         second = deque()  # jobs with the other tests, for faults that the likeliest did not catch
 
@@ -298,14 +331,14 @@ def run_faults(faults, todo, quick):
             plant(fault, folder)
             likeliest, others = test_files(fault, snapshot)
             return Job((fault, others), ["-x", *arguments_of(likeliest, fault.slow, failing)],
-                       folder)
+                       folder, stopwatch)
 
         for job, outcome in run_all(next_job, max(TIME_LIMIT, 3 * longest)):
             fault, others = job.name
             caught = caught_by(outcome)
             if not caught and others and not quick:
                 second.append(Job((fault, []), ["-x", *arguments_of(others, "", failing)],
-                                  job.folder))
+                                  job.folder, stopwatch))
                 continue
             shutil.rmtree(job.folder)
             n_done += 1
@@ -323,7 +356,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m lab.mutants")
     parser.add_argument("--only", default="", help="whose file, text or tests contain this")
     parser.add_argument("--again", action="store_true", help="also those that are in the csv")
-    parser.add_argument("--quick", action="store_true", help="only the likeliest tests")
+    parser.add_argument("--quick", action="store_true", help="only short tests")
     parser.add_argument("--list", action="store_true", help="print the faults and what caught them")
     parser.add_argument("--check", action="store_true", help="each text stands exactly once")
     given = parser.parse_args()
@@ -342,7 +375,8 @@ def main():
         print(f"{len(faults)} faults, {len(wrong)} misplaced")
         return 1 if wrong else 0
     todo = [fault for fault in chosen
-            if fault not in wrong and (given.again or fault.key not in rows)]
+            if fault not in wrong and (given.again or fault.key not in rows)
+            and not (given.quick and fault.slow)]
     return run_faults(faults, todo, given.quick)
 
 

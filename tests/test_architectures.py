@@ -3,6 +3,7 @@ model's own forward pass computes it, and what it refuses, it refuses in one sen
 import copy
 import dataclasses
 import functools
+import inspect
 import math
 
 import pytest
@@ -17,6 +18,7 @@ REFUSAL_IS_FINE = {
     "Llama4 (chunks)", "ModernBERT (decoder, window)",
     "RWKV", "RWKV (weights rescaled for sampling)", "xLSTM",
     "BERT (decoder)", "BERT (looks ahead)", "RoBERTa (decoder)", "XLM",
+    "Zamba2 (recurrence)", "Nemotron-H (recurrence)",  # one token at a time they differ slightly
 }
 
 # These run in the fast tier: about 50 configurations with all mechanisms.
@@ -77,6 +79,9 @@ def test_models_of_the_table_have_large_logits_and_long_prompts(name):
     assert min(map(len, prompts)) < A.WINDOW < max(map(len, prompts))
     largest = max(A.own_logits(model, prompt).abs().max().item() for prompt in prompts)
     assert largest > 20
+    sampling = starter.Sampling(1, A.MAX_NEW_TOKENS, 0.0, 0, (A.STOP_TOKEN,))
+    responses = starter.rollout_with_transformers(model, prompts, sampling)
+    assert len({token for response in responses for token in response.response_ids}) > 6
 
 
 def test_fast_path_is_chosen_where_it_fits():
@@ -115,7 +120,8 @@ def padding_compute(where, with_mask):
     def hidden_states(model, rows, bf16=False):
         ids, scored, attention_mask, positions = padded_rows(rows, where, with_mask)
         extra = {}
-        if with_mask and "position_ids" in positions_known(model):
+        known = inspect.signature(model.base_model.forward).parameters
+        if with_mask and "position_ids" in known:
             extra["position_ids"] = positions
         hidden = model.base_model(input_ids=ids, attention_mask=attention_mask, use_cache=False,
                                   **extra).last_hidden_state
@@ -124,11 +130,6 @@ def padding_compute(where, with_mask):
     how = "with" if with_mask else "without"
     return dataclasses.replace(starter.PLAIN, name=f"padded {where} {how} a mask",
                                hidden_states=hidden_states)
-
-
-def positions_known(model):
-    import inspect
-    return inspect.signature(model.base_model.forward).parameters
 
 
 def assert_wrong_and_rejected(name, wrong, policy=None, least=0.01):

@@ -254,8 +254,7 @@ def check_with_samples_of(sampler, policy, tokenizer, monkeypatch, bf16=False):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_check_at_the_start_accepts_only_the_policys_own_samples(policy_and_tokenizer, monkeypatch,
-                                                                 bf16):
+def test_check_of_vllm_accepts_only_samples_of_the_policy(policy_and_tokenizer, monkeypatch, bf16):
     policy, tokenizer = policy_and_tokenizer
     check_with_samples_of(policy, policy, tokenizer, monkeypatch, bf16)
     other = starter.copy.deepcopy(policy)
@@ -310,15 +309,24 @@ def test_missing_sync_stops_the_run(vllm_engine, policy_and_tokenizer):
 
 
 @needs_vllm
-def test_samples_do_not_depend_on_what_was_sampled_before(vllm_engine, policy_and_tokenizer):
-    """A resumed run then repeats the bits of one that was never interrupted."""
+def test_samples_do_not_depend_on_what_was_sampled_before(vllm_engine, policy_and_tokenizer,
+                                                          monkeypatch):
+    """A resumed run, whose prefix cache is empty, then repeats the bits of the first."""
     policy, tokenizer = policy_and_tokenizer
     starter.load_policy_into_vllm_instance(policy, vllm_engine)
-    prompts = prompts_of(tokenizer, "b" * 70 + "make 3: 1 2", "b" * 70 + "a")
-    first = sample(vllm_engine, policy, tokenizer, prompts)
-    assert sample(vllm_engine, policy, tokenizer, prompts) == first
-    sample(vllm_engine, policy, tokenizer, prompts_of(tokenizer, "b" * 70, "sort 54321"), seed=5)
-    assert sample(vllm_engine, policy, tokenizer, prompts) == first
+    generate = vllm_engine.generate
+    n_cached = []
+
+    def counted(*args, **kwargs):
+        requests = generate(*args, **kwargs)
+        n_cached.extend(request.num_cached_tokens for request in requests)
+        return requests
+
+    monkeypatch.setattr(vllm_engine, "generate", counted)
+    prompts = prompts_of(tokenizer, "b" * 70, "a" * 70)  # two blocks of the cache and a part
+    first = sample(vllm_engine, policy, tokenizer, prompts, group_size=1)
+    assert sample(vllm_engine, policy, tokenizer, prompts, group_size=1) == first
+    assert n_cached == [0] * 4
 
 
 @needs_vllm

@@ -6,6 +6,7 @@ import io
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("support.fast")
 
@@ -15,6 +16,15 @@ from lab import ablate_kl, bench, crash_test, fuzz_reward, tables, verify_kl
 def needs(package):
     missing = importlib.util.find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors here are small: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # --- verify_kl: what each KL term is

@@ -147,9 +147,9 @@ def checkpoints_of(folder):
 
 KILLS = [
     (starter, "evaluate", 1, slow), (starter, "evaluate", 2, ()), (starter, "rollout", 5, slow),
-    (starter, "accumulate_gradients", 2, slow), (starter, "accumulate_gradients", 6, ()),
+    (starter, "accumulate_gradients", 2, slow), (starter, "accumulate_gradients", 6, slow),
     (torch.nn.utils, "clip_grad_norm_", 7, slow), (torch.optim.AdamW, "step", 8, ()),
-    (starter, "log_train", 3, slow), (starter, "measure_kl", 1, ()),
+    (starter, "log_train", 3, slow), (starter, "measure_kl", 1, slow),
 ]
 
 
@@ -182,7 +182,7 @@ SAVES = [
 ]
 OWNERS = {"save_file": safetensors.torch, "sync_to_disk": starter, "rename": Path,
           "rmtree": shutil}
-FAST_SAVES = (4, 7, 8, 11)
+FAST_SAVES = (4, 7)
 
 
 @both
@@ -215,7 +215,8 @@ def stopped(checkpoint, tmp_path_factory):
 
 @needs_support
 @pytest.mark.parametrize("file, damage", [
-    ("weights.safetensors", "flip"), ("state.json", "gone"), ("SHA256SUMS", "cut"),
+    ("weights.safetensors", "flip"), ("state.json", "gone"),
+    pytest.param("SHA256SUMS", "cut", marks=slow),
     pytest.param("exp_avg_sq.safetensors", "cut", marks=slow),
     pytest.param("step.safetensors", "gone", marks=slow),
     pytest.param("state.json", "flip", marks=slow),
@@ -264,7 +265,7 @@ def test_resume_passes_over_folders_that_are_no_runs(checkpoint, tmp_path, capsy
     assert "changed since: n_train_steps = 3 (was 2)\n" in printed
 
 
-@both
+@pytest.mark.parametrize("kind", ["plain", pytest.param("guarded", marks=[slow, needs_support])])
 def test_run_of_an_older_version_goes_on(checkpoint, tmp_path, capsys, kind):
     """main() has got a parameter since, and has lost one."""
     given = settings(checkpoint, tmp_path, n_train_steps=2)
@@ -435,18 +436,18 @@ def weights_of(folder):
 @needs_support
 @pytest.mark.parametrize("with_kl", [True, False])
 def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path, capsys, with_kl):
-    """Memory for 6 rows: larger microbatches fail in the middle of the backward pass, or in the
-    forward pass of the reference model."""
+    """Memory for 100 tokens: larger microbatches fail in the middle of the backward pass, much
+    larger ones in the forward pass of the reference model."""
     real_step = starter.grpo_microbatch_step
 
     def small_step(policy, rows, *args):
         found = real_step(policy, rows, *args)
-        if len(rows["labels"]) > 6:  # after gradients were added
+        if rows["labels"].numel() > 100:  # after gradients were added
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return found
 
     def small_hidden(model, rows, bf16=False):
-        if len(rows["input_ids"]) > 10 and not torch.is_grad_enabled():
+        if rows["input_ids"].numel() > 200 and not torch.is_grad_enabled():
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't "
                                "allocate memory: you tried to allocate 9 bytes.")
         return fast.COMPUTE.hidden_states(model, rows, bf16)
@@ -467,9 +468,9 @@ def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path,
             result = run("guarded", **settings(checkpoint, tmp_path / name, **given))
         weights.append(weights_of(result["run_folder"] / "model"))
     printed = capsys.readouterr().out
-    before_step_2 = printed[:printed.rindex("Step 2 |")]
-    said = re.findall(r"Warning: out of memory: microbatches of \d+ tokens from here on\n", printed)
-    assert len(said) == 2 and before_step_2.count("out of memory") == 2
+    warning = r"Warning: out of memory: microbatches of \d+ tokens from here on\n"
+    assert len(re.findall(warning, printed)) == 2
+    assert len(re.findall(warning, printed[:printed.rindex("Step 1 |")])) == 2
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
@@ -937,8 +938,9 @@ def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
     assert len(clipped) == 4 and all(value > 0 for value in clipped.values())
 
 
+@slow
 @pytest.mark.parametrize("changes", [
-    dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"),
+    dict(), dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"),
     dict(kl_estimator="k1", kl_in="reward"), dict(kl_adaptation_method="clip_sound"),
     dict(kl_estimator="k3", kl_gradient="as_written")], ids=str)
 def test_strong_penalty_of_any_kind_keeps_the_policy_near(checkpoint, tmp_path, changes):
@@ -963,7 +965,7 @@ def test_adaptive_method_changes_gradient_and_coefficient(checkpoint, tmp_path):
     assert clipped["adaptive_kl/adapted_kl"][3] <= 0.01 < clipped["adaptive_kl/raw_kl"][3]
     betas = list(falling["adaptive_kl/current_beta"].values())
     assert betas == pytest.approx([0.1, 0.05, 0.025])
-    assert set(plain["adaptive_kl/current_beta"].values()) == {pytest.approx(0.1)}
+    assert list(plain["adaptive_kl/current_beta"].values()) == pytest.approx([0.1] * 3)
     for other in (clipped, falling):  # at the start the policy is the reference
         assert other["train/grad_norm"][1] == plain["train/grad_norm"][1]
         assert other["train/grad_norm"][3] != plain["train/grad_norm"][3]
@@ -989,6 +991,7 @@ def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # What a run says
 
+@slow
 def test_progress_bar_is_shown_in_a_terminal_only(checkpoint, tmp_path):
     pty = pytest.importorskip("pty")
     import fcntl
