@@ -1,6 +1,6 @@
 """Is starter.py right for an architecture, or does it refuse to train it?
 
-    python -m lab.architectures          writes lab/results/architectures.csv, in about two minutes
+    python -m lab.architectures          writes lab/results/architectures.csv, in about a minute
     python -m lab.architectures Gemma2   prints the outcome of the configurations of this name
 
 Each row of TABLE is a small model with random weights. It goes through the same start-up checks
@@ -487,4 +487,5 @@ def main(wanted):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     main(sys.argv[1:])

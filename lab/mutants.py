@@ -42,7 +42,7 @@ TIME_LIMIT = 300  # seconds, or three times as long as without a fault; a hang c
 CONTROL_LIMIT = 1800  # seconds, without a fault
 SHORT = 1.0  # seconds of a test that --quick runs
 # These tests compare pages and lists with one another. A planted fault always changes them.
-LEFT_OUT = ("tests/test_lab.py", "tests/test_docs.py")
+LEFT_OUT = ("tests/test_lab.py", "tests/test_docs.py", "tests/test_mutants.py")
 
 
 class Fault(NamedTuple):
@@ -104,7 +104,7 @@ def plant(fault, folder):
 def test_files(fault, folder):
     """Returns the test files that are likeliest to catch the fault, and the others."""
     found = [path.relative_to(folder).as_posix()
-             for path in [folder / "test_starter.py", *sorted(folder.glob("tests/test_*.py"))]]
+             for path in [*folder.glob("test_*.py"), *sorted(folder.glob("tests/test_*.py"))]]
     found = [name for name in found if name not in LEFT_OUT]
     likeliest = [name for name in fault.tests.split() if name in found]
     others = [name for name in found if name not in likeliest and not fault.slow]
@@ -170,9 +170,11 @@ def start(arguments, folder, stopwatch):
         output = os.open(folder / "pytest.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout = sys.stderr = os.fdopen(output, "w")
         sys.path = [str(folder)] + [path for path in sys.path if path not in ("", str(ROOT))]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ("lab", "starter", "support"):
+                del sys.modules[name]
         import pytest
         status = int(pytest.main(arguments, [stopwatch]))
         sys.stdout.flush()
@@ -296,9 +298,10 @@ def caught_by(outcome):
     """Returns the name of the first test that failed; "" where none did."""
     if not outcome.failed:
         return ""
-    if not outcome.tests:
-        return "cannot be imported"
-    return outcome.tests[0].rpartition("::")[2]
+    if outcome.tests == ["a hang"]:
+        return "a hang"
+    name = outcome.tests[0].rpartition("::")[2] if outcome.tests else ""
+    return name if name.startswith("test_") and "/" not in name else "cannot be imported"
 
 
 def run_faults(faults, todo, quick):

@@ -931,7 +931,8 @@ def read(name):
 
 def draw_explosion(plt):
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-    rows = read("explosion")[::-1]  # the first on top
+    rows = read("explosion")
+    names = list(dict.fromkeys(row["KL term"] for row in rows))[::-1]  # the first on top
     columns = {"largest gradient norm": "largest gradient norm, one point per seed",
                "last KL per token": "KL at the end, nats per token"}
     kinds = {True: ("tab:blue", "all updates"), False: ("tab:red", "ended: gradient not finite")}
@@ -940,9 +941,10 @@ def draw_explosion(plt):
             runs = [row for row in rows
                     if math.isfinite(float(row["last gradient norm"])) == finite]
             values = [min(float(row[column]), 1e39) for row in runs]
-            axis.plot(values, [row["KL term"] for row in runs], "o", color=color, alpha=0.6,
-                      label=kind)
+            axis.plot(values, [names.index(row["KL term"]) for row in runs], "o", color=color,
+                      alpha=0.6, label=kind)
         axis.set_xlabel(label)
+    axes[0].set_yticks(range(len(names)), names)
     axes[0].set_xscale("log")
     axes[0].legend(fontsize=7)
     return figure

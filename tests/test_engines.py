@@ -69,7 +69,7 @@ def environment(folder=REPOSITORY):
 
 def start_program(*arguments, folder=REPOSITORY):
     return subprocess.run([sys.executable, __file__, *map(str, arguments)], text=True,
-                          env=environment(folder), capture_output=True, timeout=400)
+                          env=environment(folder), capture_output=True, timeout=600)
 
 
 def noisy_variety(text, problem):

@@ -151,7 +151,7 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
-def torchrun(*arguments, nodes=1, timeout=240):
+def torchrun(*arguments, nodes=1, timeout=600):
     """Runs a program of this file on two ranks, of one node or of two that meet on the loopback
     device. Returns the exit codes of the nodes and all output."""
     with socket.socket() as free:
@@ -285,7 +285,7 @@ def test_two_ranks_with_vllm_have_the_run_of_one_process(checkpoint, tmp_path):
     assert codes == [0] and "ranks 2" in output and "engine: vllm" in output, output[-3000:]
     alone = subprocess.run([sys.executable, __file__, "program_run", checkpoint,
                             tmp_path / "alone", changes], env=environment(), capture_output=True,
-                           text=True, timeout=240)
+                           text=True, timeout=600)
     assert alone.returncode == 0, alone.stderr[-3000:]
     one, two = (scalars(next(tmp_path.glob(f"{name}/20*"))) for name in ("alone", "ranks"))
     for tag in ("train/reward_mean", "train/response_length", "train/loss", "train/kl_per_token",
