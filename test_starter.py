@@ -175,6 +175,27 @@ def test_dropout_of_a_checkpoint_is_off_in_train_mode(tmp_path):
     assert torch.equal(policy.train()(ids).logits, policy.eval()(ids).logits)
 
 
+def test_dropout_modules_and_layer_drop_are_switched_off():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 2))
+    model[1].layerdrop = 0.5
+    starter.switch_off_dropout(model)
+    assert model[0].p == 0.0 and model[1].layerdrop == 0.0
+
+
+def test_prompts_are_chats_that_end_with_the_generation_prompt():
+    problem = {"prompt": "make 7: 3 4"}
+    assert TOKENIZER.decode(starter.prompt_ids_of([problem], TOKENIZER)[0]) == (
+        TOKENIZER.apply_chat_template([{"role": "user", "content": "make 7: 3 4"}],
+                                      tokenize=False, add_generation_prompt=True))
+
+
+def test_lack_of_memory_is_told_from_other_errors():
+    assert starter.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    on_a_cpu = "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: 9"
+    assert starter.is_out_of_memory(RuntimeError(on_a_cpu))
+    assert not starter.is_out_of_memory(RuntimeError("shapes do not match"))
+
+
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(policy):
     tokenizer = SimpleNamespace(eos_token_id=7)
     for listed, expected in ((None, (7,)), (3, (3, 7)), ([9, 7, 3], (3, 7, 9))):
@@ -250,6 +271,20 @@ def test_response_does_not_depend_on_what_else_is_sampled(policy, compute, monke
     assert len(set(map(tuple, together))) > 6
     monkeypatch.setattr(starter, "ROWS_AT_ONCE", 4)  # each prompt in a chunk of its own
     assert together == ids_of(sample(policy, compute, seed=7))
+
+
+def test_prompts_of_equal_length_are_sampled_like_each_alone(policy, compute, monkeypatch):
+    texts = ("max 12345", "a", "max 54321", "max 90210")
+    prompts = starter.prompt_ids_of([{"prompt": text} for text in texts], TOKENIZER)
+    alone = [response for i, ids in enumerate(prompts)
+             for response in sample(policy, compute, [ids], seed=7 + 4 * i,
+                                                         max_new_tokens=8)]
+    assert len(set(map(tuple, ids_of(alone)))) > 8
+    for rows_at_once in (512, 8):  # 8: two prompts at a time
+        monkeypatch.setattr(starter, "ROWS_AT_ONCE", rows_at_once)
+        together = sample(policy, compute, prompts, max_new_tokens=8)
+        assert ids_of(together) == ids_of(alone)
+        assert [r.prompt_ids for r in together] == [r.prompt_ids for r in alone]
 
 
 def test_sampling_in_train_mode_with_gradient_checkpointing_changes_nothing(policy, compute):
@@ -489,7 +524,7 @@ def test_loss_and_its_gradient_match_loops():
 
 
 def test_metadata_of_the_loss_are_means_over_response_tokens():
-    ratio = torch.tensor([[0.5, 0.5, 1.5, 9.9], [1.5, 1.0, 0.5, 9.9]])
+    ratio = torch.tensor([[0.5, 0.5, 1.5, 9.9], [1.0, 1.1, 0.5, 9.9]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
     policy = ratio.log()
     old = torch.zeros(2, 4)
@@ -498,8 +533,8 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
     assert found["clip_frac_high"] == pytest.approx(1 / 6)
     assert found["clip_frac_low"] == pytest.approx(1 / 6)
     assert found["clip_frac"] == pytest.approx(2 / 6)
-    assert found["ratio_mean"] == pytest.approx(5.5 / 6)
-    d = [0.5 * math.log(r) for r in (0.5, 0.5, 1.5, 1.5, 1.0, 0.5)]
+    assert found["ratio_mean"] == pytest.approx(5.1 / 6)
+    d = [0.5 * math.log(r) for r in (0.5, 0.5, 1.5, 1.0, 1.1, 0.5)]
     for estimator in ("k1", "k2", "k3"):
         mean = sum(kl_by_hand(estimator, x) for x in d) / 6
         assert found[f"kl_{estimator}"] == pytest.approx(mean, rel=1e-5)
@@ -508,6 +543,11 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
     _, found = starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask,
                                     exact_kl=exact_kl)
     assert found["kl_per_token"] == 3.5 and found["kl_penalty_mean"] == found["kl_k3"]
+    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 1 / 6),
+                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 3 / 6)):
+        _, found = starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask, kl)
+        assert found["kl_capped_frac"] == pytest.approx(capped)
+        assert found["kl_penalty_mean"] == found["kl_k1"] != found["kl_k3"]
 
 
 @pytest.mark.slow
@@ -747,6 +787,18 @@ def test_kl_estimator_exact_without_the_exact_kl_is_refused():
 # --------------------------------------------------------------------------------------------------
 # Microbatches
 
+def test_advantages_and_their_statistics_match_hand_computed_values():
+    rewards = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 5.0, 1.0, 1.0, 1.0])
+    for normalize_by_std, divisor in ((True, 1.5), (False, 1.0)):
+        advantages, metadata = starter.compute_group_normalized_advantages(
+            rewards, 3, 0.5, normalize_by_std)
+        by_hand = torch.tensor([-1.0, 0, 1, 0, 0, 0, 0, 0, 0]) / divisor
+        torch.testing.assert_close(advantages, by_hand)
+        assert metadata["frac_zero_std"] == pytest.approx(2 / 3)
+        assert metadata["reward_std"] == pytest.approx(1 / 3)  # the groups' mean
+        assert metadata["reward_mean"] == pytest.approx(21 / 9)
+
+
 def test_batch_is_shifted_once_and_masked_by_lengths():
     """The second response is a padding token, 0, which is a token like any other there."""
     responses = [Response([5, 6, 7], [8, 1], [-0.5, -0.25], True),
@@ -765,10 +817,10 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
 
 def test_token_weights_match_hand_computed_values():
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
-    by_hand = {"grpo": [1 / 6, 1 / 3], "dapo": [1 / 3, 1 / 3], "dr_grpo": [1 / 12, 1 / 12]}
+    by_hand = {"grpo": [1 / 6, 1 / 3], "dapo": [1 / 3, 1 / 3], "dr_grpo": [1 / 18, 1 / 18]}
     for average, (first, third) in by_hand.items():
         expected = torch.tensor([[0, first, first, 0], [0, 0, 0, 0], [third, 0, 0, 0]])
-        torch.testing.assert_close(starter.token_weights(mask, average, 4), expected)
+        torch.testing.assert_close(starter.token_weights(mask, average, 6), expected)
 
 
 def test_microbatches_hold_every_row_once_within_the_budget(compute):
@@ -793,6 +845,11 @@ def test_microbatches_hold_every_row_once_within_the_budget(compute):
             assert len(indices) == 1 or sum(lengths[i] for i in indices) <= budget
             if compute is starter.PLAIN:
                 assert len(indices) == 1 or len(indices) * width <= budget
+            else:  # the fast path reads a prompt once
+                responses_width = max(lengths[i] for i in indices)
+                n_prompts = len({i % 3 for i in indices})
+                assert len(indices) == 1 or (len(indices) * responses_width
+                                             + n_prompts * (6 - 1) <= budget)
         assert sorted(found) == list(range(9))
         if compute is starter.PLAIN:
             assert widths == sorted(widths, reverse=True)  # the largest first, for the memory
@@ -825,6 +882,16 @@ def test_log_probs_without_a_mask_are_of_all_labels(policy):
     ours = starter.get_response_log_probs(policy, ids[:, :-1], ids[:, 1:])
     own = policy(ids[:, :-1]).logits.log_softmax(dim=2).gather(2, ids[:, 1:, None])[:, :, 0]
     torch.testing.assert_close(ours, own, rtol=0, atol=1e-5)
+
+
+def test_rows_without_a_response_have_no_log_probs(policy, compute):
+    """Several processes fill up with such microbatches."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    compute.prepare(policy)
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    ours = starter.get_response_log_probs(policy, ids[:, :-1], ids[:, 1:], nothing,
+                                          compute=compute)
+    assert torch.equal(ours, torch.zeros(1, 3))
 
 
 def test_statistics_and_their_gradients_match_the_whole_softmax(compute, monkeypatch):
@@ -1170,6 +1237,34 @@ def test_sound_coefficient_rules_keep_their_bounds_and_do_not_jump(rule, low, hi
                   [rng.lognormvariate(-2, 1) for _ in range(2000)],
                   [rng.gauss(0.8, 0.2) for _ in range(2000)])
     assert all(abs(math.log(b / a)) < 0.12 for a, b in zip(noisy, noisy[1:]))
+
+
+def test_dynamic_sound_rule_moves_once_in_ten_steps():
+    found = betas(controller("dynamic_sound", beta_schedule_steps=10**9), [0.1] * 25, [1.0] * 25)
+    assert found == pytest.approx([0.2] * 9 + [0.18] * 10 + [0.162] * 6)
+
+
+def test_controller_keeps_moving_averages():
+    c = controller("target_sound")
+    for kl, reward in ((1.0, 0.5), (0.0, 1.0)):
+        c.update(kl, reward)
+    assert c.state["kl"] == pytest.approx(0.8) and c.state["reward"] == pytest.approx(0.6)
+
+
+def test_sound_coefficient_rules_match_hand_computed_values():
+    ln2 = math.log(2)
+    kls = [0.2, 0.1, 5.0, 5.0, 0.0]  # the first moving averages are 0.2, 0.18, 1.144
+    first, second, third, *_ = betas(controller("target_sound"), kls, [0.0] * 5)
+    assert first == pytest.approx(0.2 * math.exp(0.1 * ln2))
+    assert second == pytest.approx(first * math.exp(0.1 * math.log(1.8)))
+    assert third == pytest.approx(second * math.exp(0.1))  # a step is bounded
+    rewards = [1.0] * 20 + [0.0] * 20  # their average falls below 0.8 in step 22
+    found = betas(controller("dynamic_sound", beta_schedule_steps=10**9), [0.1] * 40, rewards)
+    by_hand = [0.2] * 9 + [0.18] * 10 + [0.162] * 10 + [0.18] * 10 + [0.2]
+    assert found == pytest.approx(by_hand, rel=1e-6)
+    found = betas(controller("dynamic_sound", beta_schedule_steps=4), [0.1] * 6, [0.0] * 6)
+    falling = [0.2 * 0.1 ** (step / 4) for step in (1, 2, 3, 4, 4, 4)]  # the ceiling
+    assert found == pytest.approx(falling)
 
 
 def test_dynamic_sound_rule_takes_back_what_it_let_go():

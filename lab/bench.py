@@ -401,7 +401,8 @@ def in_turns_with_earlier(size, bf16, kl_penalty, rounds, worktree):
                     seconds[worker.name].append(took)
                     lengths[worker.name].append(length)
 
-    row = {"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty, "n": rounds}
+    row = {"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
+           "n": len(seconds["old"])}
     for name in VERSIONS:
         row |= three_numbers(name, seconds[name])
     for name in ("new", "alone"):

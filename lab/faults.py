@@ -91,7 +91,6 @@ STARTER = [
         ('parsed[0] == problem["target"]', 'int(parsed[0]) == problem["target"]'),
         ("ast.Div: operator.truediv}", "ast.Div: operator.truediv, ast.Pow: operator.pow}"),
         ('mode="eval").body), used', 'mode="eval").body), []'),
-        ("used.append(number)", "used.insert(0, abs(number) or 1)"),
         ("{1,200}", "+"),
         ("if len(text) > 200:", "if False:"),
         (', re.ASCII)', ")"),
@@ -100,7 +99,6 @@ STARTER = [
         ('"".join(found[-1])', '"".join(found[0])'),
         ('head.rpartition("<answer>")', 'head.partition("<answer>")'),
         ("if not (closed and opened and answer):", "if not (closed and opened):"),
-        ("if not (closed and opened and answer):", "if not (opened and answer):"),
         ("response_text[-200_000:].rpartition", "response_text.rpartition"),
         ("return 1.0 if solved else 0.1", "return 1.0 if solved else 0.0"),
         ("solved = answer == gold or (gold_number", "solved = (gold_number"),
@@ -499,8 +497,6 @@ SUPPORT = [
         ("    policy.eval()\n    own_attention", "    own_attention"),
         ("    policy.train(was_training)\n", ""),
         ("uniform_numbers(sampling, start * group_size,", "uniform_numbers(sampling, 0,"),
-        ("running &= ~torch.isin(token[:, 0], stop)",
-         "running &= ~torch.isin(token[:, 0], stop[:1])"),
         ("if not running.any() or i ==", "if not running.all() or i =="),
     ]),
     Section("support/fast.py", "tests/test_fast.py test_starter.py", [  # the LM head
@@ -623,7 +619,7 @@ SUPPORT = [
         ('if compute.name != "fast":', "if False:"),
         ("            return tensor\n        from torch",
          "            return 0 * tensor\n        from torch"),
-    ], slow="rank or process"),
+    ], slow="ranks and not vllm"),
     Section("starter.py", "tests/test_ranks.py", [
         ("parts.ranks.gather(list(zip(texts, rewards)))",
          "list(zip(texts, rewards)) * parts.ranks.world"),
@@ -632,7 +628,7 @@ SUPPORT = [
         ("    parts.ranks.gather_weights(policy)\n", ""),
         ("sampling.seed + first * sampling.group_size)\n    if", "sampling.seed)\n    if"),
         ('if path.stem != "step":  #', "if True:  #"),
-    ], slow="rank or process"),
+    ], slow="ranks and not vllm"),
 ]
 
 SECTIONS = STARTER + SUPPORT

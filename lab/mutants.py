@@ -32,6 +32,8 @@ from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from lab.faults import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +42,7 @@ COLUMNS = ["file", "stands", "becomes", "caught_by", "commit"]
 AT_ONCE = 2
 TIME_LIMIT = 300  # seconds, or three times as long as without a fault; a hang counts as caught
 CONTROL_LIMIT = 1800  # seconds, without a fault
-SHORT = 1.0  # seconds of a test that --quick runs
+SHORT = 3.0  # seconds of a test that --quick runs
 # These tests compare pages and lists with one another. A planted fault always changes them.
 LEFT_OUT = ("tests/test_lab.py", "tests/test_docs.py", "tests/test_mutants.py")
 
@@ -119,24 +121,38 @@ def arguments_of(files, slow, failing=()):
 
 
 class Stopwatch:
-    """A pytest plugin that keeps the seconds of each test and, given those of an earlier run,
-    runs the short ones first, and those above most_seconds not at all."""
+    """A pytest plugin that keeps the seconds of each test and of each fixture that tests share.
+    Given those of an earlier run, it runs the short tests first, and those above most_seconds not
+    at all. The first test to ask for a shared fixture pays for it, so it counts for all of them."""
 
     def __init__(self, known=None, most_seconds=math.inf):
         self.known = known
         self.most_seconds = most_seconds
         self.seconds = Counter()
+        self.in_shared_fixtures = 0.0
 
     def pytest_collection_modifyitems(self, items):
         if self.known is not None:
-            items[:] = [item for item in items if self.of(item) <= self.most_seconds]
-            items.sort(key=self.of)
+            items[:] = [item for item in items if self.known_seconds(item) <= self.most_seconds]
+            items.sort(key=self.known_seconds)
 
-    def of(self, item):
-        return self.known.get(item.nodeid, self.most_seconds)
+    def known_seconds(self, item):
+        own = self.known.get(item.nodeid, self.most_seconds)
+        return own + sum(self.known.get(f"fixture {name}", 0.0) for name in item.fixturenames)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        began = time.perf_counter()
+        value = yield
+        if fixturedef.scope != "function":
+            seconds = time.perf_counter() - began
+            self.seconds[f"fixture {fixturedef.argname}"] += seconds
+            self.in_shared_fixtures += seconds
+        return value
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] += report.duration - self.in_shared_fixtures
+        self.in_shared_fixtures = 0.0
 
     def pytest_sessionfinish(self):
         Path("seconds.json").write_text(json.dumps(self.seconds))
@@ -145,7 +161,7 @@ class Stopwatch:
 def import_once():
     """Imports what all tests import. Each fork then begins with it."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("pytest", "torch", "torch.utils.tensorboard", "safetensors.torch",
+    for name in ("torch", "torch.utils.tensorboard", "safetensors.torch",
                  "transformers.generation.utils", "transformers.modeling_utils",
                  "transformers.models.auto.modeling_auto", "transformers.masking_utils",
                  "transformers.models.auto.tokenization_auto",
@@ -175,7 +191,6 @@ def start(arguments, folder, stopwatch):
         for name in list(sys.modules):
             if name.partition(".")[0] in ("lab", "starter", "support"):
                 del sys.modules[name]
-        import pytest
         status = int(pytest.main(arguments, [stopwatch]))
         sys.stdout.flush()
     finally:

@@ -1,7 +1,9 @@
 """Runs many short programs in little time: one process imports torch and transformers, and each
 program runs in a fork of it."""
+import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -68,6 +70,26 @@ def files_here():
     return {str(path): path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
 
 
+def run_here(program):
+    """Runs a program that is expected to raise before it computes anything, without a fork."""
+    before = files_here()
+    status = 0
+    with (contextlib.redirect_stdout(io.StringIO()) as stdout,
+          contextlib.redirect_stderr(io.StringIO()) as stderr):
+        try:
+            program()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+    return {"status": status, "stdout": stdout.getvalue(), "stderr": stderr.getvalue(),
+            **compare(before, files_here())}
+
+
+def compare(before, after):
+    return {"changed": [name for name in before if before[name] != after.get(name)],
+            "made": [name for name in after if name not in before]}
+
+
 def run_together(programs):
     """Runs some programs at once. A file that any of them changes is held against all."""
     before = files_here()
@@ -79,10 +101,8 @@ def run_together(programs):
             file.seek(0)
             texts.append(file.read())
         outcomes.append({"status": status, "stdout": texts[0], "stderr": texts[1]})
-    after = files_here()
-    changed = [name for name in before if before[name] != after.get(name)]
-    made = [name for name in after if name not in before]
-    return [outcome | {"changed": changed, "made": made} for outcome in outcomes]
+    differences = compare(before, files_here())
+    return [outcome | differences for outcome in outcomes]
 
 
 def run_all(programs):

@@ -3,6 +3,7 @@
 test_starter.py holds the tests that plain and fast functions have in common.
 """
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,6 +186,15 @@ def test_model_with_its_own_attention_is_scored_by_the_plain_function(tmp_path):
     found = [function(policy, batch)
              for function in (fast.response_hidden_states, starter.response_hidden_states)]
     assert torch.equal(*found)
+
+
+def test_windows_are_found_in_layer_types_and_in_older_configs():
+    for without_end in (dict(), dict(layer_types=["full_attention"] * 2, sliding_window=16),
+                        dict(sliding_window=16, use_sliding_window=False)):
+        assert fast.looks_back_without_end(SimpleNamespace(**without_end))
+    for windows in (dict(layer_types=["full_attention", "sliding_attention"]),
+                    dict(layer_types=["linear_attention"]), dict(sliding_window=16)):
+        assert not fast.looks_back_without_end(SimpleNamespace(**windows))
 
 
 def test_prepare_refuses_windows_and_undo_gives_the_attention_back(tmp_path):

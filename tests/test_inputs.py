@@ -16,10 +16,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from conftest import save_checkpoint, settings
-from forked import REPOSITORY, import_once, in_new_process, run_all
+from forked import REPOSITORY, import_once, in_new_process, run_all, run_here
 
 import starter
 
@@ -331,6 +332,21 @@ ALONE += [
 ]
 
 
+# Unusual, and right: each runs a step, and goes on when it is resumed with the plain values.
+GOOD = {
+    "spare rows in the embedding, no padding token, no chat template": dict(model_id="bare"),
+    "a chat template without a generation prompt": dict(model_id=Path("turn_only")),
+    "paths": dict(model_id=Path("checkpoint"), out_dir=Path("good/runs")),
+    "numbers of numpy and torch": dict(
+        group_size=numpy.int64(4), seed=numpy.int32(7), learning_rate=numpy.float32(0.001),
+        normalize_by_std=numpy.bool_(False), clip_range=torch.tensor(0.25)),
+    "a pair of clip ranges": with_kl(clip_range=numpy.array([0.2, 0.28]), kl_estimator="exact"),
+    "JSONL as written on Windows": dict(task="gsm8k", train_file=Path("windows.jsonl")),
+    "a file for evaluation": GSM8K | dict(eval_file="other.jsonl"),
+    "a reward that returns a whole number": dict(reward=lambda text, problem: len(text)),
+}
+
+
 # --------------------------------------------------------------------------------------------------
 # Files that the rows name
 
@@ -352,12 +368,15 @@ def write_problem_files(root):
         "yes.jsonl": sums(range(16), '{"question": "?", "answer": true}'),
         "deep.jsonl": sums(range(16), "[" * 100_000),
         "surrogate.jsonl": sums(range(16), r'{"question": "\ud800", "answer": "#### 1"}'),
+        "other.jsonl": sums(range(40, 60)),
         "empty.jsonl": "\n \n",
         "one.jsonl": json.dumps({"question": "?", "answer": "1"}),
     }
     for name, text in files.items():
         (root / name).write_text(text)
     (root / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
+    windows = "\ufeff" + sums(range(40)).replace("\n", "\r\n") + "\r\n"
+    (root / "windows.jsonl").write_bytes(windows.encode())
     (root / "empty").mkdir()
 
 
@@ -423,6 +442,12 @@ def write_checkpoints(root):
         save_file(changed, root / name / "model.safetensors", metadata={"format": "pt"})
     save_checkpoint(root / "other_weights", seed=1)
     save_checkpoint(root / "more_tokens", vocab_size=40)
+    bare = save_checkpoint(root / "bare", vocab_size=100)
+    (bare / "chat_template.jinja").unlink()
+    no_padding = {name: value for name, value in tokenizer_config.items() if name != "pad_token"}
+    (bare / "tokenizer_config.json").write_text(json.dumps(no_padding))
+    copy("turn_only", "chat_template.jinja",
+         "{% for m in messages %}<|user|>{{ m['content'] }}<|assistant|>{% endfor %}")
 
 
 def copy_run(name, **changes_of_state):
@@ -471,28 +496,50 @@ def hold_the_lock():
 # The process in which the rows run
 
 def try_row(changes):
-    """Runs main() in a fork, with the sentences of `python starter.py`."""
+    """Runs main() with the sentences of `python starter.py`."""
     sys.excepthook = starter.show_one_sentence
     given = settings("checkpoint", "runs", n_train_steps=2, save_every=1, n_eval_problems=10)
     given = {name: value for name, value in (given | changes).items() if value is not NOTHING}
     starter.main(**given)
 
 
-def try_rows(with_support):
-    """Runs all rows. Returns their outcomes."""
+def try_good(name):
+    """A step of a row of GOOD, then a second one after resume, given as plain values."""
+    from support.runs import plain_numbers
+    changes = GOOD[name]
+    given = settings("checkpoint", f"good/{name}", n_train_steps=1, save_every=1) | changes
+    folder = starter.main(**given)["run_folder"]
+    plain = {name: plain_numbers(value) for name, value in given.items()}
+    starter.main(**plain | dict(n_train_steps=2, resume=folder))
+    kept = json.loads((folder / "config.json").read_text())["settings"]
+    for name, value in plain.items():
+        if not callable(value) and name != "n_train_steps":
+            value = str(value) if isinstance(value, Path) else value
+            assert kept[name] == value, (name, kept[name], value)
+
+
+def make_earlier_run():
     import_once()
     starter.N_TRAIN_PROBLEMS = 60
-    if with_support:
-        from support import runs
-        runs.REWARD_SECONDS = 0.2
     earlier, = run_all([partial(try_row, {})])
     assert earlier["status"] == 0, earlier
-    rows = ALONE
-    if with_support:
-        write_runs()
-        hold_the_lock()
-        rows = SETTINGS + FILES
-    return run_all([partial(try_row, changes) for changes, _ in rows])
+
+
+def try_with_support():
+    """Returns the outcomes of all rows of each table."""
+    from support import runs
+    make_earlier_run()
+    runs.REWARD_SECONDS = 0.2
+    write_runs()
+    hold_the_lock()
+    return {"settings": [run_here(partial(try_row, changes)) for changes, _ in SETTINGS],
+            "files": run_all([partial(try_row, changes) for changes, _ in FILES]),
+            "good": run_all([partial(try_good, name) for name in GOOD])}
+
+
+def try_alone():
+    make_earlier_run()
+    return run_all([partial(try_row, changes) for changes, _ in ALONE])
 
 
 @pytest.fixture(scope="module")
@@ -505,17 +552,17 @@ def folder_of_files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(folder_of_files):
-    return in_new_process("test_inputs", "try_rows", folder_of_files, REPOSITORY, True)
+    return in_new_process("test_inputs", "try_with_support", folder_of_files, REPOSITORY)
 
 
 @pytest.fixture(scope="module")
 def outcomes_alone(folder_of_files, tmp_path_factory):
     root = tmp_path_factory.mktemp("alone")
     shutil.copytree(folder_of_files, root, dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns("*runs*", "*_run", "other_problems"))
+                    ignore=shutil.ignore_patterns("runs", "*_run", "other_problems", "good"))
     folder = tmp_path_factory.mktemp("the_file")
     shutil.copy(REPOSITORY / "starter.py", folder)
-    return in_new_process("test_inputs", "try_rows", root, folder, False)
+    return in_new_process("test_inputs", "try_alone", root, folder)
 
 
 def names_of(rows):
@@ -534,16 +581,27 @@ def check_sentence(outcome, message):
 @pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
 @pytest.mark.parametrize("row", range(len(SETTINGS)), ids=names_of(SETTINGS))
 def test_bad_setting_is_refused_before_a_model_is_loaded(outcomes, row):
-    check_sentence(outcomes[row], SETTINGS[row][1])
-    assert not outcomes[row]["stdout"] and not outcomes[row]["made"], outcomes[row]
+    outcome = outcomes["settings"][row]
+    check_sentence(outcome, SETTINGS[row][1])
+    assert not outcome["stdout"] and not outcome["made"], outcome
 
 
 @pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
 @pytest.mark.parametrize("row", range(len(FILES)), ids=names_of(FILES))
 def test_bad_file_or_reward_is_refused_before_anything_is_written(outcomes, row):
-    outcome = outcomes[len(SETTINGS) + row]
+    outcome = outcomes["files"][row]
     check_sentence(outcome, FILES[row][1])
     assert not outcome["made"], outcome
+
+
+@pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
+def test_unusual_and_right_inputs_work(outcomes):
+    for name, outcome in zip(GOOD, outcomes["good"]):
+        printed = outcome["stdout"]
+        assert outcome["status"] == 0, (name, outcome["stderr"][-3000:])
+        assert "Step 1 |" in printed and "Step 2 |" in printed and "after step 1\n" in printed
+        warned = "Warning: the chat template of turn_only adds no generation prompt" in printed
+        assert warned == (name == "a chat template without a generation prompt")
 
 
 @pytest.mark.parametrize("row", range(len(ALONE)), ids=names_of(ALONE))

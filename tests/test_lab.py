@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("support.fast")
 
 from lab import ablate_kl, bench, crash_test, fuzz_reward, tables, verify_kl
+from support import runs
 
 
 def needs(package):
@@ -220,6 +221,8 @@ def test_steps_with_and_without_support_are_the_same_step(tmp_path, kl_penalty):
     logged = []
     for plain in (False, True):
         ours = bench.Ours(tmp_path, 4, False, kl_penalty, plain=plain, rollout_batch_size=32)
+        assert ours.parts.compute.name == ("plain" if plain else "fast")
+        assert isinstance(ours.run, runs.GuardedRun) != plain
         first = dict(ours.step())
         ours.step()
         assert ours.run.state["step"] == 2

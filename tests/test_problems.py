@@ -1,6 +1,8 @@
 """Problems: Countdown, GSM8K, JSONL files, skills, and which problems a step gets."""
+import ast
 import json
 from collections import Counter
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,22 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
         assert 1 <= problem["target"] <= starter.MAX_TARGET
     assert not set(map(key_of, train)) & set(map(key_of, held_out))
     assert len(set(map(key_of, held_out))) == 500
+
+
+def test_intermediate_results_of_solutions_are_whole_and_not_negative():
+    def values_of(node):
+        """The values of a solution's operations, the last operation first."""
+        if isinstance(node, ast.Constant):
+            return [Fraction(node.value)]
+        left, right = values_of(node.left), values_of(node.right)
+        return [starter.OPERATIONS[type(node.op)](left[0], right[0]), *left, *right]
+
+    operations = set()
+    for problem in starter.make_countdown(1000, False, 0):
+        values = values_of(ast.parse(problem["solution"], mode="eval").body)
+        assert all(value >= 0 and value.denominator == 1 for value in values), problem
+        operations |= set(problem["solution"]) & set("+-*/")
+    assert operations == set("+-*/")
 
 
 def test_countdown_problems_held_out_under_one_seed_are_trained_on_under_none():
@@ -187,8 +205,8 @@ def test_load_problems_takes_a_function_and_the_skills_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("found, message", [
-    (None, "must return two lists of problems, for training and held out, and returned NoneType"),
-    ([ONE], "must return two lists"),
+    (None, "returned NoneType; it must return two lists of problems, for training and held out"),
+    ([ONE], "returned list; it must return two lists"),
     (([], ONE), "gave no training problems; use more lines, or give an eval_file"),
     ((ONE, []), "gave no held-out problems"),
     ((ONE, [{"question": "a"}]), "gave a held-out problem without a 'prompt'"),

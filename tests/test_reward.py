@@ -95,6 +95,11 @@ def test_number_is_read_as_it_is_written(number, style):
     assert starter.reward_fn(text, {"answer": str(number + 1)}) == 0.1
 
 
+def test_last_number_of_several_counts():
+    for text, number in (("3 + 4 = 7", 7), ("2 of 12", 12), ("1,200 - 1 or 1,199", 1199)):
+        assert starter.last_number(text) == number
+
+
 def test_text_is_compared_as_it_stands():
     for text, expected in (("a b", 1.0), (" a b\n", 1.0), ("a  b", 0.1), ("A b", 0.1), ("", 0.0)):
         assert starter.reward_fn(answer(text), TEXT) == expected, text
