@@ -523,29 +523,41 @@ def test_loss_and_its_gradient_match_loops():
         torch.testing.assert_close(ours, by_hand, rtol=1e-6, atol=1e-8, msg=lambda m: f"{s}: {m}")
 
 
+def test_loss_reads_nothing_outside_the_mask():
+    mask = torch.tensor([[1, 1, 0]])
+    log_probs = torch.tensor([[-1.0, -2.0, math.nan]])
+    loss, metadata = starter.compute_loss(torch.ones(1, 1), log_probs, log_probs, 0.2,
+                                          log_probs - 0.5, 0.1, mask)
+    assert loss.isfinite().all() and all(value.isfinite() for value in metadata.values())
+
+
 def test_metadata_of_the_loss_are_means_over_response_tokens():
-    ratio = torch.tensor([[0.5, 0.5, 1.5, 9.9], [1.0, 1.1, 0.5, 9.9]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
-    policy = ratio.log()
-    old = torch.zeros(2, 4)
+    """A ratio counts as clipped only on the side where the clip cuts the gradient."""
+    ratios = [[0.5, 0.9, 1.5, 1.4, 9.9], [1.5, 0.5, 1.1, 0.5, 9.9]]
+    policy = torch.tensor(ratios).log()
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]])
+    old = torch.zeros(2, 5)
     advantages = torch.tensor([[1.0], [-1.0]])
-    _, found = starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask)
-    assert found["clip_frac_high"] == pytest.approx(1 / 6)
-    assert found["clip_frac_low"] == pytest.approx(1 / 6)
-    assert found["clip_frac"] == pytest.approx(2 / 6)
-    assert found["ratio_mean"] == pytest.approx(5.1 / 6)
-    d = [0.5 * math.log(r) for r in (0.5, 0.5, 1.5, 1.0, 1.1, 0.5)]
+
+    def metadata_of(kl=KLSettings(), exact_kl=None):
+        return starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask, kl,
+                                    exact_kl)[1]
+
+    found = metadata_of()
+    assert found["clip_frac_high"] == pytest.approx(2 / 8)
+    assert found["clip_frac_low"] == pytest.approx(2 / 8)
+    assert found["clip_frac"] == pytest.approx(4 / 8)
+    assert found["ratio_mean"] == pytest.approx(7.9 / 8)
+    d = [0.5 * math.log(ratio) for row in ratios for ratio in row[:4]]
     for estimator in ("k1", "k2", "k3"):
-        mean = sum(kl_by_hand(estimator, x) for x in d) / 6
+        mean = sum(kl_by_hand(estimator, x) for x in d) / 8
         assert found[f"kl_{estimator}"] == pytest.approx(mean, rel=1e-5)
     assert found["kl_penalty_mean"] == found["kl_k3"] == found["kl_per_token"]
-    exact_kl = torch.tensor([[1.0, 2, 3, 99], [4, 5, 6, 99]])
-    _, found = starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask,
-                                    exact_kl=exact_kl)
-    assert found["kl_per_token"] == 3.5 and found["kl_penalty_mean"] == found["kl_k3"]
-    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 1 / 6),
-                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 3 / 6)):
-        _, found = starter.compute_loss(advantages, policy, old, 0.2, 0.5 * policy, 0.1, mask, kl)
+    found = metadata_of(exact_kl=torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99]]))
+    assert found["kl_per_token"] == 4.5 and found["kl_penalty_mean"] == found["kl_k3"]
+    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 3 / 8),
+                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 3 / 8)):
+        found = metadata_of(kl)
         assert found["kl_capped_frac"] == pytest.approx(capped)
         assert found["kl_penalty_mean"] == found["kl_k1"] != found["kl_k3"]
 
@@ -1027,9 +1039,11 @@ def test_log_prob_pass_needs_little_memory(how, what):
 # --------------------------------------------------------------------------------------------------
 # Update
 
-def test_gradient_of_a_step_matches_the_loss_written_out(compute):
+@pytest.mark.parametrize("temperature, placement", [(1.0, "loss"), (0.7, "loss"), (0.7, "reward")])
+def test_gradient_of_a_step_matches_the_loss_written_out(compute, temperature, placement):
     """The whole step in one expression: own logits of each row alone, PPO term with its clip and
-    its importance weight, k3 with the gradient of reverse KL, mean over all tokens."""
+    its importance weight, k3 with the gradient of reverse KL or k1 in the advantages, mean over
+    all tokens."""
     policy, ref_model = (model.double() for model in make_models())
     responses = make_responses((1, 12, 5, 3, 7, 2))
     advantages = torch.linspace(-1, 1, 6)
@@ -1038,16 +1052,23 @@ def test_gradient_of_a_step_matches_the_loss_written_out(compute):
     total = 0.0
     old_rows = []
     for response, advantage in zip(responses, advantages.tolist()):
-        log_probs = labels_of(whole_log_softmax(policy, response), response)
-        ref_log_probs = labels_of(whole_log_softmax(ref_model, response), response).detach()
+        log_probs, ref_log_probs = (
+            labels_of(whole_log_softmax(model, response, temperature), response)
+            for model in (policy, ref_model))
+        ref_log_probs = ref_log_probs.detach()
+        rollout_log_probs = torch.tensor(response.log_probs)
         old = log_probs.detach() + torch.tensor([noise.gauss(0, 0.3) for _ in log_probs])
-        importance = (old - torch.tensor(response.log_probs)).exp().clamp(max=2.0)
+        importance = (old - rollout_log_probs).exp().clamp(max=2.0)
+        if placement == "reward":
+            to_go = (rollout_log_probs - ref_log_probs).flip(0).cumsum(0).flip(0)
+            advantage = advantage - kl_coef * to_go
         ratio = (log_probs - old).exp()
         ppo = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) * importance
         d = (log_probs - ref_log_probs).detach()
         kl = torch.exp(-d) - 1 + d
         score = ratio.detach().clamp(max=2.0) * d * log_probs
-        total = total + (ppo + kl_coef * (kl + score - score.detach())).sum() / 30
+        penalty = kl + score - score.detach() if placement == "loss" else 0.0
+        total = total + (ppo + kl_coef * penalty).sum() / 30
         old_rows.append(old)
     total.backward()
     expected = gradient_of(policy)
@@ -1057,8 +1078,9 @@ def test_gradient_of_a_step_matches_the_loss_written_out(compute):
     for model in (policy, ref_model):
         compute.prepare(model)
     batch["old_log_probs"] = starter.spread(torch.cat(old_rows), batch["response_mask"])
-    loss = sum(starter.grpo_microbatch_step(policy, rows, step_settings(), ref_model, kl_coef,
-                                            compute)[0]
+    kl = KLSettings() if placement == "loss" else KLSettings("k1", placement="reward")
+    cfg = step_settings(temperature=temperature, kl=kl)
+    loss = sum(starter.grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef, compute)[0]
                for rows in compute.cut_microbatches(batch, 40))
     assert loss.item() == pytest.approx(total.item(), rel=1e-5)
     torch.testing.assert_close(gradient_of(policy), expected, rtol=1e-4, atol=1e-6)
@@ -1239,11 +1261,6 @@ def test_sound_coefficient_rules_keep_their_bounds_and_do_not_jump(rule, low, hi
     assert all(abs(math.log(b / a)) < 0.12 for a, b in zip(noisy, noisy[1:]))
 
 
-def test_dynamic_sound_rule_moves_once_in_ten_steps():
-    found = betas(controller("dynamic_sound", beta_schedule_steps=10**9), [0.1] * 25, [1.0] * 25)
-    assert found == pytest.approx([0.2] * 9 + [0.18] * 10 + [0.162] * 6)
-
-
 def test_controller_keeps_moving_averages():
     c = controller("target_sound")
     for kl, reward in ((1.0, 0.5), (0.0, 1.0)):
@@ -1347,6 +1364,14 @@ def test_adaptation_is_taken_apart_into_its_rules(method, term, coefficient, thr
 def test_adaptation_that_is_not_one_of_each_is_refused(method):
     with pytest.raises(InputError, match=f"kl_adaptation_method = '{re.escape(method)}' must be "):
         main_settings(kl_adaptation_method=method)
+
+
+def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
+    policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -1.0]]) - torch.tensor([1.5, 10.0]).log()
+    kl = starter.kl_with_gradient(policy, torch.tensor([[-2.0, -2.0]]), old, main_settings().kl)
+    kl.sum().backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([[1.5, 2.0]]))  # ratio * d, and d = 1
 
 
 def test_kl_settings_hold_every_parameter_of_main():

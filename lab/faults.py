@@ -48,13 +48,15 @@ STARTER = [
         ("isinstance(error, torch.OutOfMemoryError)\n            or ", ""),
         ("DefaultCPUAllocator: can't", "no allocator's words: can't"),
     ]),
-    Section("starter.py", SAMPLER, [
+    Section("starter.py", "tests/test_engines.py", [
         ("    set_random_states(states)\n    torch.set_num_threads = ",
          "    torch.set_num_threads = "),
         ("if llm.reset_prefix_cache() is not True:", "if False:"),
         ("    llm.reset_prefix_cache()  #", "    pass  #"),
         ("seed=sampling.seed + i * sampling.group_size) for", "seed=sampling.seed) for"),
         ('out.finish_reason == "stop"))', "True))"),
+    ]),
+    Section("starter.py", SAMPLER, [
         ("(logits.float() / (temperature or 1.0)).log_softmax", "logits.float().log_softmax"),
         ("passed = cumulative <= uniform", "passed = cumulative < uniform"),
         ("return tokens, log_probs.gather(1, tokens)",
