@@ -481,7 +481,6 @@ SUPPORT = [
         ("torch.baddbmm(keys.mask.flatten(0, 1)", "torch.baddbmm(0 * keys.mask.flatten(0, 1)"),
         ("torch.baddbmm(out, to_responses", "torch.baddbmm(0 * out, to_responses"),
         ("self.length += 1", "self.length = 1"),
-        ("return self.prompts[0].shape[2] + self.length", "return self.length"),
         ("hidden = hidden.repeat_interleave(group_size, dim=0)",
          "hidden = hidden.repeat(group_size, 1)"),
         ("lengths[:, None].repeat_interleave(group_size, dim=0)",

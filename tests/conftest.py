@@ -1,6 +1,10 @@
 """Small checkpoints and settings that the tests share."""
+import os
 import sys
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
