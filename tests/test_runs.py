@@ -948,7 +948,7 @@ def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
 @pytest.mark.parametrize("changes", [
     dict(), dict(kl_estimator="exact"), dict(kl_estimator="exact", kl_in="loss_to_go"),
     dict(kl_estimator="k1", kl_in="reward"), dict(kl_adaptation_method="clip_sound"),
-    dict(kl_estimator="k3", kl_gradient="as_written")], ids=str)
+    dict(kl_estimator="k3", kl_gradient="as_written")], ids=starter.describe)
 def test_strong_penalty_of_any_kind_keeps_the_policy_near(checkpoint, tmp_path, changes):
     given = settings(checkpoint, tmp_path, n_train_steps=12, learning_rate=3e-3)
     free = run(**given)["kl_per_token"]
@@ -1104,7 +1104,7 @@ def start_with_kl(checkpoint, folder, **changes):
     ("kl_gradient = 'as_written'", dict(kl_estimator="k2", kl_gradient="as_written")),
     ("kl_adaptation_method = 'dynamic'", dict(
         kl_adaptation_method="dynamic", reward_threshold=7.0, reward=starter.reward_fn)),
-], ids=str)
+], ids=starter.describe)
 def test_setting_without_effect_is_refused(checkpoint, tmp_path, named, changes):
     with pytest.raises(InputError, match=re.escape(named) + " changes nothing here"):
         start_with_kl(checkpoint, tmp_path, **changes)
@@ -1119,7 +1119,7 @@ def test_setting_without_effect_is_refused(checkpoint, tmp_path, named, changes)
     dict(kl_adaptation_method="dynamic", beta_min=0.09), dict(kl_adaptation_method="clip_sound"),
     dict(kl_adaptation_method="length_normalized", kl_estimator="k1", kl_in="reward"),
     # Only its author knows how far this reward reaches.
-    dict(kl_adaptation_method="dynamic", reward_threshold=7.0)], ids=str)
+    dict(kl_adaptation_method="dynamic", reward_threshold=7.0)], ids=starter.describe)
 def test_setting_with_effect_is_accepted(checkpoint, tmp_path, changes):
     with pytest.raises(StopIteration):
         start_with_kl(checkpoint, tmp_path, **changes)
