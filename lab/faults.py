@@ -620,7 +620,7 @@ SUPPORT = [
         ('if compute.name != "fast":', "if False:"),
         ("            return tensor\n        from torch",
          "            return 0 * tensor\n        from torch"),
-    ], slow="ranks and not vllm"),
+    ], slow="two_ranks and not vllm"),
     Section("starter.py", "tests/test_ranks.py", [
         ("parts.ranks.gather(list(zip(texts, rewards)))",
          "list(zip(texts, rewards)) * parts.ranks.world"),
@@ -629,7 +629,7 @@ SUPPORT = [
         ("    parts.ranks.gather_weights(policy)\n", ""),
         ("sampling.seed + first * sampling.group_size)\n    if", "sampling.seed)\n    if"),
         ('if path.stem != "step":  #', "if True:  #"),
-    ], slow="ranks and not vllm"),
+    ], slow="two_ranks and not vllm"),
 ]
 
 SECTIONS = STARTER + SUPPORT
