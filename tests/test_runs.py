@@ -220,7 +220,7 @@ def stopped(checkpoint, tmp_path_factory):
 
 @needs_support
 @pytest.mark.parametrize("file, damage", [
-    ("weights.safetensors", "flip"), ("state.json", "gone"),
+    ("weights.safetensors", "flip"), pytest.param("state.json", "gone", marks=slow),
     pytest.param("SHA256SUMS", "cut", marks=slow),
     pytest.param("exp_avg_sq.safetensors", "cut", marks=slow),
     pytest.param("step.safetensors", "gone", marks=slow),
@@ -317,6 +317,7 @@ def test_second_process_cannot_write_into_a_run(checkpoint, tmp_path, stopped):
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@slow
 @needs_support
 def test_changed_script_is_kept_beside_the_new_one(checkpoint, tmp_path, capsys):
     given = settings(checkpoint, tmp_path, n_train_steps=1)
@@ -387,6 +388,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(checkpoint, tmp_path, undi
     assert crash_test.outcome(tmp_path) == undisturbed("guarded")
 
 
+@slow
 def test_plain_run_on_a_full_disk_can_be_resumed(checkpoint, tmp_path, undisturbed):
     def fill():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -397,6 +399,7 @@ def test_plain_run_on_a_full_disk_can_be_resumed(checkpoint, tmp_path, undisturb
     assert crash_test.outcome(tmp_path) == undisturbed("plain")
 
 
+@slow
 @needs_support
 def test_run_goes_on_where_checkpoints_cannot_be_written(checkpoint, tmp_path, capsys):
     def put_a_file_there():
@@ -411,6 +414,7 @@ def test_run_goes_on_where_checkpoints_cannot_be_written(checkpoint, tmp_path, c
     assert len(scalars(result["run_folder"])["train/loss"]) == 6
 
 
+@slow
 @needs_support
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 def test_run_survives_the_loss_of_its_folder(checkpoint, tmp_path, undisturbed, capsys):
@@ -440,7 +444,7 @@ def weights_of(folder):
 
 
 @needs_support
-@pytest.mark.parametrize("with_kl", [True, False])
+@pytest.mark.parametrize("with_kl", [True, pytest.param(False, marks=slow)])
 def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path, capsys, with_kl):
     """Memory for 100 tokens: larger microbatches fail in the middle of the backward pass, much
     larger ones in the forward pass of the reference model."""
@@ -504,6 +508,7 @@ def test_halved_microbatches_have_the_same_rows():
     assert not any("ref_hidden" in half for half in halves)
 
 
+@slow
 @guarded_first
 def test_other_errors_do_not_pass_for_a_lack_of_memory(checkpoint, tmp_path, kind):
     with mock.patch.object(starter, "grpo_microbatch_step", side_effect=RuntimeError("shapes")):
@@ -569,6 +574,7 @@ def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path, kind)
     assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [0, 1, 1, 1]
 
 
+@slow
 @plain_first
 def test_run_stops_after_several_skipped_steps(checkpoint, tmp_path, kind):
     reward = at_reward(kind, lambda call: call > ROLLOUT, return_nan)
@@ -633,7 +639,8 @@ def test_weights_in_the_middle_of_a_step_are_never_saved(checkpoint, tmp_path, u
 
 
 @needs_support
-@pytest.mark.parametrize("name, number", [("rollout", 6), ("evaluate", 2)])
+@pytest.mark.parametrize("name, number", [
+    ("evaluate", 2), pytest.param("rollout", 6, marks=slow)])
 def test_run_that_an_error_stopped_goes_on_with_the_same_bits(checkpoint, tmp_path, undisturbed,
                                                               name, number):
     """Between the checkpoints of steps 2 and 4, after random numbers were drawn: the finished step
@@ -740,6 +747,7 @@ def test_engine_is_started_again_with_the_present_weights(checkpoint, tmp_path, 
     assert checkpoints_of(tmp_path / "twice") == ["step_00000001"]
 
 
+@slow
 def test_plain_run_ends_with_its_engine(checkpoint, tmp_path):
     run_with_fake_engine("plain", checkpoint, tmp_path / "sound")
     with pytest.raises(RuntimeError, match="EngineDeadError"):
@@ -868,6 +876,7 @@ def test_same_seed_gives_the_same_numbers(checkpoint, tmp_path, kind):
     assert first == second != other
 
 
+@slow
 def test_every_step_and_seed_samples_with_a_seed_of_its_own(checkpoint, tmp_path):
     """A response adds its number to the seed, so the seeds must be far apart."""
     seeds = []
@@ -957,6 +966,7 @@ def test_strong_penalty_of_any_kind_keeps_the_policy_near(checkpoint, tmp_path, 
     assert penalised < 0.6 * free
 
 
+@slow
 def test_adaptive_method_changes_gradient_and_coefficient(checkpoint, tmp_path):
     def numbers(**changes):
         given = settings(checkpoint, tmp_path, learning_rate=1e-2, n_train_steps=3,
@@ -978,6 +988,7 @@ def test_adaptive_method_changes_gradient_and_coefficient(checkpoint, tmp_path):
         assert other["train/grad_norm"][3] != plain["train/grad_norm"][3]
 
 
+@slow
 def test_run_goes_on_after_its_schedule_has_switched_the_penalty_off(checkpoint, tmp_path):
     result = run(**settings(checkpoint, tmp_path, n_train_steps=3, use_kl_penalty=True,
                             kl_coef=0.1, kl_adaptation_method="dynamic", beta_schedule_steps=1))
@@ -1096,8 +1107,8 @@ def start_with_kl(checkpoint, folder, **changes):
 @pytest.mark.parametrize("named, changes", [
     ("kl_adaptation_method = 'clip'", dict(kl_adaptation_method="clip", kl_clip_threshold=1e9)),
     ("kl_coef = 0.1", dict(kl_adaptation_method="clip", kl_clip_threshold=0.0)),
-    ("kl_target = 0.3", dict(kl_adaptation_method="clip", kl_target=0.3)),
-    ("kl_clip_threshold = 0.5", dict(kl_clip_threshold=0.5)),
+    pytest.param("kl_target = 0.3", dict(kl_adaptation_method="clip", kl_target=0.3), marks=slow),
+    pytest.param("kl_clip_threshold = 0.5", dict(kl_clip_threshold=0.5), marks=slow),
     ("beta_min = 0.05", dict(beta_min=0.05)),
     ("kl_coef = 1e-12", dict(kl_coef=1e-12)),
     ("kl_gradient = 'as_written'", dict(kl_estimator="exact", kl_gradient="as_written")),
