@@ -2,7 +2,6 @@
 
 A row of a table below is what is changed in a run that works, and the sentence that must come.
 """
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -480,6 +479,7 @@ def write_runs():
 
 def hold_the_lock():
     """Another process at work in the earlier run, for as long as this one lives."""
+    import fcntl
     ready, tell = os.pipe()
     end, own = os.pipe()
     if os.fork() == 0:

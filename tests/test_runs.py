@@ -31,12 +31,11 @@ from conftest import scalars, settings, variety
 
 import starter
 from lab import crash_test
-from starter import InputError, Response, RunStopped
+from starter import InputError, RunStopped
 
 REPOSITORY = Path(starter.__file__).resolve().parent
 HAS_SUPPORT = (REPOSITORY / "support" / "fast.py").is_file()
 needs_support = pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
 slow = pytest.mark.slow
 GUARDED = pytest.param("guarded", marks=needs_support)
 both = pytest.mark.parametrize("kind", ["plain", GUARDED])
@@ -770,7 +769,7 @@ def test_engine_that_cannot_start_again_stops_the_run(capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# For real: kill -9, memory that ends, vLLM
+# For real: kill -9, memory that ends
 
 def test_published_kills_were_all_survived():
     rows = crash_test.read_rows()
@@ -785,11 +784,8 @@ def test_published_kills_were_all_survived():
 
 @slow
 @needs_support
-@pytest.mark.parametrize("engine, alone", [
-    ("transformers", False), ("transformers", True),
-    pytest.param("vllm", False, marks=needs_vllm)])
-def test_killed_processes_end_with_the_same_bits(engine, alone):
-    for row in crash_test.kill_runs(range(4), engine, alone, 2):
+def test_killed_processes_end_with_the_same_bits():
+    for row in crash_test.kill_runs(range(4), at_once=2):
         assert crash_test.is_same(row), row
 
 
@@ -802,30 +798,6 @@ def run_program(program, *arguments, timeout=300):
                           env=environment, capture_output=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
-
-
-@slow
-@needs_support
-@needs_vllm
-def test_real_engine_is_started_again(checkpoint, tmp_path):
-    program = """
-import itertools, sys
-from pathlib import Path
-from unittest import mock
-from vllm import LLM
-real, calls = LLM.generate, itertools.count(1)
-def generate(self, *args, **kwargs):
-    if next(calls) == int(sys.argv[3]):
-        raise RuntimeError("the engine died")
-    return real(self, *args, **kwargs)
-with mock.patch.object(LLM, "generate", generate):
-    t.run(**t.settings(sys.argv[1], Path(sys.argv[2]) / "runs", engine="vllm", save_every=2))
-"""
-    run_program(program, checkpoint, tmp_path / "sound", 99)
-    printed = run_program(program, checkpoint, tmp_path / "died", 4)
-    assert ("vLLM's generate failed (RuntimeError: the engine died); it is started again with the "
-            "present weights") in printed
-    assert crash_test.outcome(tmp_path / "died") == crash_test.outcome(tmp_path / "sound")
 
 
 @slow
@@ -876,30 +848,6 @@ def test_same_seed_gives_the_same_numbers(checkpoint, tmp_path, kind):
     assert first == second != other
 
 
-@slow
-def test_every_step_and_seed_samples_with_a_seed_of_its_own(checkpoint, tmp_path):
-    """A response adds its number to the seed, so the seeds must be far apart."""
-    seeds = []
-    real = starter.rollout
-
-    def note(policy, llm, prompts, sampling, parts):
-        seeds.append(sampling.seed)
-        return real(policy, llm, prompts, sampling, parts)
-
-    with mock.patch.object(starter, "rollout", note):
-        for seed in (0, 1):
-            run(**settings(checkpoint, tmp_path, seed=seed))
-    # Of each run: evaluation, four steps, evaluation, KL.
-    assert len(seeds) == 14 and seeds[0] == seeds[5] and len(set(seeds)) == 12
-    assert all(abs(a - b) >= 2**16 for a, b in itertools.combinations(set(seeds), 2))
-    assert max(seeds) < 2**32 - 1  # a CPU generator reads 32 bits
-
-
-def test_evaluation_is_logged_with_its_step(checkpoint, tmp_path):
-    result = run(**settings(checkpoint, tmp_path, n_train_steps=5, eval_every=2))
-    assert list(scalars(result["run_folder"])["eval/solved"]) == [0, 2, 4, 5]
-
-
 @plain_first
 def test_saved_model_is_the_trained_one(checkpoint, tmp_path, kind):
     trained = {}
@@ -919,39 +867,11 @@ def test_saved_model_is_the_trained_one(checkpoint, tmp_path, kind):
     assert prompt_ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
 
 
-@guarded_first
-def test_reference_stays_while_the_policy_moves(checkpoint, tmp_path, kind):
-    models = {}
-    real = starter.train
-
-    def note(policy, *args):
-        models["policy"], models["reference"] = policy, args[-2]
-        models["before"] = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-        return real(policy, *args)
-
-    with mock.patch.object(starter, "train", note):
-        result = run(kind, **settings(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1))
-    for name, tensor in models["reference"].state_dict().items():
-        assert torch.equal(tensor, models["before"][name])
-    for name, tensor in models["policy"].named_parameters():
-        assert not torch.equal(tensor, models["before"][name])
-    kl = list(scalars(result["run_folder"])["train/kl_penalty"].values())
-    assert kl[0] < 1e-6 < kl[-1] and result["kl_per_token"] > 0
-
-
 def test_no_reference_is_in_memory_without_the_penalty(checkpoint, tmp_path):
     with mock.patch.object(starter.copy, "deepcopy", wraps=starter.copy.deepcopy) as copies:
         result = run(**settings(checkpoint, tmp_path))
     assert not any(isinstance(call.args[0], torch.nn.Module) for call in copies.call_args_list)
     assert "train/kl_penalty" not in scalars(result["run_folder"])
-
-
-def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
-    """Were they taken anew in each epoch, the ratio would always be 1 and nothing clipped."""
-    result = run(**settings(checkpoint, tmp_path, epochs_per_rollout=3, clip_range=0.01,
-                            learning_rate=1e-2))
-    clipped = scalars(result["run_folder"])["train/clip_frac"]
-    assert len(clipped) == 4 and all(value > 0 for value in clipped.values())
 
 
 @slow
@@ -1145,75 +1065,3 @@ def test_check_of_the_settings_leaves_no_gradient(checkpoint, tmp_path):
     with mock.patch.object(runs, "refuse_settings_without_effect"):
         norms.append(scalars(run("guarded", **given)["run_folder"])["train/grad_norm"])
     assert norms[0] == norms[1]
-
-
-# --------------------------------------------------------------------------------------------------
-# What stops a run whose numbers would be wrong
-
-def check(rows, step=5, first_difference=None, bf16=False):
-    rows = {"response_mask": torch.ones(1, 2, dtype=torch.bool),
-            "old_log_probs": torch.tensor([[-1.0, -2.0]]),
-            "rollout_log_probs": torch.tensor([[-1.0, -2.0]])} | rows
-    return starter.check_log_probs([rows], step, first_difference, SimpleNamespace(bf16=bf16),
-                                   starter.OneProcess())
-
-
-def test_stale_sampler_stops_the_run():
-    close = {"rollout_log_probs": torch.tensor([[-1.0, -2.0001]])}
-    far = {"rollout_log_probs": torch.tensor([[-1.0, -2.01]])}
-    farther = {"rollout_log_probs": torch.tensor([[-1.1, -2.1]])}
-    assert check(close)["sampler_logprob_diff"] == pytest.approx(5e-5, rel=0.01)
-    with pytest.raises(RunStopped, match="step 5: sampler and trainer disagree by 0.005 .*stale"):
-        check(far)
-    check(far, bf16=True)  # bf16 rounds that much
-    check(far, first_difference=0.01, bf16=True)
-    with pytest.raises(RunStopped, match="disagree by 0.1 "):  # but it must not grow
-        check(farther, first_difference=0.01, bf16=True)
-    with pytest.raises(RunStopped, match="disagree by nan"):
-        check({"old_log_probs": torch.tensor([[math.nan, 0.0]])})
-    masked = {"rollout_log_probs": torch.tensor([[-1.0, 9.0]]),
-              "response_mask": torch.tensor([[True, False]])}
-    assert check(masked)["sampler_logprob_diff_max"] == 0
-
-
-def test_reference_that_is_not_the_policy_stops_the_run():
-    moved = {"ref_log_probs": torch.tensor([[-1.0, -2.001]])}
-    with pytest.raises(RunStopped, match="differs from its own copy by 0.001 nats before any"):
-        check(moved, step=1)
-    check(moved, first_difference=0.0)  # after the first step it may differ
-    with pytest.raises(RunStopped, match="differs from its own copy by nan"):
-        check({"ref_log_probs": torch.tensor([[-1.0, math.nan]])}, step=1)
-
-
-def test_sampler_correction_weighs_by_the_ratio_and_is_cut(checkpoint):
-    """The gradient of one response whose sampler's log-probs are off by -0.3, 0 and 1: weights
-    exp(0.3), cut at 1.2, then 1 and exp(-1)."""
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    batch = starter.make_batch([Response([5, 6], [7, 8, 9], [0.0] * 3, True)], torch.ones(1), "cpu")
-    mask = batch["response_mask"]
-    own = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"], mask)
-    off = torch.zeros_like(own).masked_scatter(mask, torch.tensor([-0.3, 0.0, 1.0]))
-    batch |= {"weights": mask.float(), "rollout_log_probs": own.detach() + off}
-    by_hand = -(own[mask] * torch.tensor([1.2, 1.0, math.exp(-1)])).sum()
-    first = next(policy.parameters())
-    expected, = torch.autograd.grad(by_hand, first)
-    cfg = SimpleNamespace(bf16=False, temperature=1.0, kl=starter.KLSettings(), clip_range=0.2,
-                          importance_cap=1.2)
-    starter.grpo_microbatch_step(policy, batch, cfg)
-    torch.testing.assert_close(first.grad, expected, rtol=0, atol=1e-5)
-
-
-def test_logged_means_do_not_depend_on_the_microbatch_size(checkpoint):
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    responses = [Response([3], [5 + i] * n, [-3.0] * n, True) for i, n in enumerate((1, 9, 4, 2))]
-    batch = starter.make_batch(responses, torch.linspace(-1, 1, 4), "cpu")
-    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
-    cfg = SimpleNamespace(bf16=False, temperature=1.0, kl=starter.KLSettings(), clip_range=0.2,
-                          importance_cap=2.0)
-    parts = starter.Parts(starter.PLAIN, starter.OneProcess(), None)
-    whole, *cut = (starter.accumulate_gradients(policy, starter.cut_microbatches(batch, n), 16, cfg,
-                                                parts)[0] for n in (1000, 10, 1))
-    assert {"loss", "ratio_mean", "clip_frac", "entropy"} <= set(whole)
-    for means in cut:
-        for name in whole:
-            torch.testing.assert_close(means[name], whole[name], rtol=1e-5, atol=1e-6)
