@@ -13,6 +13,7 @@ file.
 """
 import contextlib
 import ctypes
+import dataclasses
 import math
 import sys
 from functools import partial
@@ -514,10 +515,38 @@ def keep_freed_memory():
             ctypes.CDLL(None).mallopt(option, value)
 
 
+@torch.no_grad()
+def differs_from_plain(policy, responses, prompts, sampling):
+    """Returns a sentence where this file computes something else than the plain functions of
+    starter.py, or "". An edit of a plain function then takes effect, although this file has a
+    faster one."""
+    rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+    labels = rows["labels"][rows["response_mask"]]
+    sampling = dataclasses.replace(sampling, bf16=False, max_new_tokens=min(
+        4, sampling.max_new_tokens))
+    statistics, sampled = [], []
+    for compute in (COMPUTE, starter.PLAIN):
+        hidden = compute.hidden_states(policy, rows)
+        head = compute.head_of(policy)
+        statistics.append(compute.token_statistics(hidden, labels, head, sampling.temperature,
+                                                   hidden.roll(1, 0), head))
+        responses = compute.rollout(policy, prompts, sampling)
+        sampled.append([response.response_ids for response in responses])
+    different = [name for name, ours, plain in zip(starter.TokenStatistics._fields, *statistics)
+                 if not torch.allclose(ours, plain, rtol=1e-3, atol=1e-3)]
+    if sampled[0] != sampled[1]:
+        different.append("sampling")
+    if not different:
+        return ""
+    return (f"its {different[0]} differs from that of starter.py's own functions, which may have "
+            "been edited")
+
+
 def with_heads(head_of):
     """Returns the `compute` of this file for heads that head_of(model) returns."""
     return starter.Compute("fast", response_hidden_states, token_statistics, head_of,
-                           cut_microbatches, partial(rollout, head_of=head_of), prepare, undo)
+                           cut_microbatches, partial(rollout, head_of=head_of), prepare, undo,
+                           differs_from_plain)
 
 
 COMPUTE = with_heads(starter.lm_head_of)

@@ -424,6 +424,9 @@ class GuardedRun(starter.Run):
     def __init__(self, cfg, ranks):
         super().__init__(cfg, ranks)
         self.saved = self.state.get("step")
+        given = self.settings.get("max_tokens_per_microbatch")
+        if self.state.get("max_tokens_given") == given:
+            cfg.max_tokens_per_microbatch = self.state.get("max_tokens", given)
         if cfg.use_kl_penalty:
             self.lines += notes_on_kl(cfg)
 
@@ -448,9 +451,10 @@ class GuardedRun(starter.Run):
                              "begin a new run")
         return None
 
-    def before_rename(self, unfinished):
-        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
-        (unfinished / "SHA256SUMS").write_text("".join(sums))
+    def write_checkpoint(self, folder, tensors):
+        super().write_checkpoint(folder, tensors)
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+        (folder / "SHA256SUMS").write_text("".join(sums))
 
     def save(self):
         """A disk that refuses costs one line and this checkpoint, not the run."""
@@ -503,7 +507,12 @@ class GuardedRun(starter.Run):
                 print(f"Warning: the log of {self.folder} could not be written ({error}); {then}",
                       flush=True)
 
-    def weights_move(self):
+    def open(self, policy, optimizer):
+        super().open(policy, optimizer)
+        optimizer.register_step_pre_hook(self.note_step)
+
+    def note_step(self, *_):
+        """From here to the end of the step the weights belong to no checkpoint."""
         self.between_states = True
 
     def end_of_step(self):
@@ -582,27 +591,37 @@ class GuardedRun(starter.Run):
             microbatches = halved(microbatches)
             largest = max(rows["labels"].numel() for rows in microbatches)
             # Always less than before: the fast path counts fewer tokens than there are.
-            max_tokens = max(1, min(self.state["max_tokens"] // 2, largest))
-            self.state = self.state | {"max_tokens": max_tokens}
+            max_tokens = max(1, min(self.cfg.max_tokens_per_microbatch // 2, largest))
+            self.cfg.max_tokens_per_microbatch = max_tokens
+            self.state = self.state | {
+                "max_tokens": max_tokens,
+                "max_tokens_given": self.settings["max_tokens_per_microbatch"]}
             print(f"Warning: out of memory: microbatches of {max_tokens} tokens from here on",
                   flush=True)
 
-    def skipped(self, step, broken, problems, texts, rewards, responses):
-        """Keeps what the step was about to learn from."""
-        line = super().skipped(step, broken, problems, texts, rewards, responses)
-        path = self.folder / f"skipped_step_{step}.json"
-        group_size = len(texts) // len(problems)
-        rows = [{"prompt": problems[i // group_size]["prompt"], "text": texts[i],
-                 "reward": rewards[i].item(), "ids": r.response_ids, "log_probs": r.log_probs}
-                for i, r in enumerate(responses)]
+    def log_step(self, step, metrics, seconds, samples):
+        """Adds warnings, and keeps what a skipped step was about to learn from."""
+        lines = super().log_step(step, metrics, seconds, samples)
+        lines += self.warnings(metrics, step)
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            lines += self.keep_samples(step, samples)
+        return lines
+
+    def log_eval(self, step, metrics, samples):
+        return super().log_eval(step, metrics, samples) + self.warnings(metrics, step)
+
+    def keep_samples(self, step, samples):
         if self.ranks.rank:
-            return line
+            return []
+        path = self.folder / f"skipped_step_{step}.json"
+        rows = [{"prompt": problem["prompt"], "text": text, "reward": reward,
+                 "ids": r.response_ids, "log_probs": r.log_probs}
+                for problem, text, reward, r in samples]
         try:
-            path.write_text(json.dumps({"step": step, "not finite": broken, "responses": rows},
-                                       indent=1))
+            path.write_text(json.dumps({"step": step, "responses": rows}, indent=1))
         except OSError as error:
-            return f"{line}; its responses could not be kept: {error}"
-        return f"{line}; its responses: {path}"
+            return [f"The responses of step {step} could not be kept: {error}"]
+        return [f"The responses of step {step} are kept in {path}"]
 
     def warnings(self, metrics, step):
         """Each sign of trouble is a line, a forgotten skill at every evaluation, others once."""

@@ -143,7 +143,7 @@ def assert_wrong_and_rejected(name, wrong, policy=None, least=0.01):
     rows = A.rows_for_scoring(A.make_prompts())
     assert A.scoring_difference(own, policy, wrong, rows) > least
     wrong.undo(policy)
-    compute, lines = choose([wrong, starter.PLAIN, starter.EAGER], policy)
+    compute, lines = choose([wrong, starter.PLAIN], policy)
     assert compute.name != wrong.name
     assert lines[0].startswith(f"The {wrong.name} path does not fit {type(policy).__name__}: ")
     compute.undo(policy)
@@ -185,25 +185,26 @@ def without(**parts):
 @pytest.mark.parametrize("name, missing", [
     ("NanoChat (cap)", dict(cap=None)), ("RecurrentGemma (recurrence, cap)", dict(cap=None)),
     ("Cohere (logit scale)", dict(scale=1.0)), ("Granite (logit scale)", dict(scale=1.0)),
-    ("Falcon-H1 (recurrence)", dict(scale=1.0)), ("Phi", dict(bias=None))])
+    ("Falcon-H1 (recurrence)", dict(scale=1.0)), ("Phi", dict(bias=None)),
+    ("Gemma2 (caps, no window)", dict(cap=None))])
 def test_head_without_its_cap_scale_or_bias_is_rejected(name, missing):
     assert_wrong_and_rejected(name, without(**missing))
 
 
-def test_head_without_cap_is_rejected_with_eager_attention():
-    head = without(cap=None).head_of
-    wrong = dataclasses.replace(starter.EAGER, name="capless", head_of=head)
-    assert_wrong_and_rejected("Gemma2 (caps, no window)", wrong)
+def attend_with_fused_kernel(model):
+    model._own_attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+
+
+def give_attention_back(model):
+    model.set_attn_implementation(model._own_attention)
 
 
 def test_attention_without_softcap_is_rejected():
     """torch's fused attention, the default of transformers, leaves out Gemma 2's soft-cap."""
-    policy = A.make_model("Gemma2 (caps, no window)")
-    assert policy.config._attn_implementation == "sdpa"
-    wrong = dataclasses.replace(starter.PLAIN, name="uncapped")
-    assert_wrong_and_rejected("Gemma2 (caps, no window)", wrong, policy)
-    compute, _ = choose([starter.PLAIN, starter.EAGER], policy)
-    assert compute is starter.EAGER and policy.config._attn_implementation == "eager"
+    wrong = dataclasses.replace(starter.PLAIN, name="uncapped", prepare=attend_with_fused_kernel,
+                                undo=give_attention_back)
+    assert_wrong_and_rejected("Gemma2 (caps, no window)", wrong)
 
 
 def attend_as_fast(model):
@@ -237,7 +238,7 @@ def test_dropout_in_train_mode_is_rejected():
     assert_wrong_and_rejected("GPT2 (dropout)", in_train_mode, policy)
     with pytest.raises(starter.InputError, match="standard deviations"):
         choose([starter.PLAIN], policy.train())
-    starter.switch_off_dropout(policy)
+    starter.make_forward_exact(policy)
     assert choose([starter.PLAIN], policy)[0] is starter.PLAIN and policy.training
 
 
@@ -368,8 +369,8 @@ class OtherRank(starter.OneProcess):
         self.asked = []
 
     def total(self, numbers, largest=()):
-        self.asked.append(numbers["failed"])
-        return {"failed": numbers["failed"] + (len(self.asked) <= self.n_failures)}
+        self.asked.append(numbers["unfit"])
+        return {"unfit": numbers["unfit"] + (len(self.asked) <= self.n_failures)}
 
 
 def test_ranks_decide_together():
@@ -390,8 +391,8 @@ def test_every_rank_votes_even_where_its_own_forward_pass_fails():
     policy.forward = None
     ranks = OtherRank(0)
     with pytest.raises(starter.InputError):
-        choose([starter.PLAIN, starter.EAGER], policy, ranks)
-    assert ranks.asked == [True, True]
+        choose([starter.PLAIN], policy, ranks)
+    assert ranks.asked == [True]
 
 
 def test_bf16_sampling_is_accepted():
@@ -443,7 +444,7 @@ def test_gradient_checkpointing_gives_the_log_probs_of_eval_mode(name):
     expected, expected_grad = log_probs_and_gradient(policy.eval(), rows)
     with_dropout, _ = log_probs_and_gradient(policy.train(), rows)
     assert (with_dropout - expected).abs().max() > 0.1  # the fault that is switched off
-    starter.switch_off_dropout(policy)
+    starter.make_forward_exact(policy)
     starter.enable_gradient_checkpointing(policy)
     assert policy.training
     ours, grad = log_probs_and_gradient(policy, rows)

@@ -237,35 +237,33 @@ def test_vllm_gets_a_seed_for_each_prompt_and_an_empty_prefix_cache(monkeypatch)
                          for ids in ([7], [8, 9]) for response in of_a_prompt]
 
 
-def test_cpu_engine_gets_the_memory_that_its_cache_needs(tmp_path):
-    """Two layers, one key and one value for each of two heads of 32 numbers."""
-    folder = save_checkpoint(tmp_path / "model")
-    bytes_per_token = 2 * 2 * 2 * 32 * 4
-    whole = starter.cpu_engine_settings(folder, 100, 0.3, bf16=False)
-    assert whole["kv_cache_memory_bytes"] == starter.MAX_SEQUENCES * 164 * bytes_per_token
-    half = starter.cpu_engine_settings(folder, 100, 0.3, bf16=True)
-    assert half["kv_cache_memory_bytes"] * 2 == whole["kv_cache_memory_bytes"]
-    assert starter.cpu_engine_settings(folder, 100, 0.0, False)["kv_cache_memory_bytes"] == 0
-
-
-def test_random_states_and_threads_survive_vllm():
-    import numpy
+def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
+    """vLLM on a CPU sets another number and replaces the function that sets it."""
     n_threads = torch.get_num_threads()
     set_num_threads = torch.set_num_threads
 
-    def draw():
-        return random.random(), numpy.random.rand(), torch.rand(()).item()
-
-    states = starter.random_states()
-    expected = draw()
-    starter.set_random_states(states)
-    with starter.keep_random_states():
-        draw()
+    def engine(*args, **settings):
         torch.set_num_threads(n_threads + 1)
         torch.set_num_threads = None
-    assert draw() == expected
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
+    starter.init_vllm("model", 0, 64, 0.3, bf16=False)
     assert torch.set_num_threads is set_num_threads
     assert torch.get_num_threads() == n_threads
+
+
+def test_sampling_seeds_the_generators_of_a_reward():
+    """Each step draws other numbers, and the same ones when it is repeated."""
+    import numpy
+    cfg = SimpleNamespace(seed=0, max_new_tokens=8, temperature=1.0, bf16=False,
+                          stop_token_ids=(1,))
+
+    def drawn(purpose):
+        starter.sampling_for(cfg, purpose)
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    assert drawn(1) == drawn(1)
+    assert not set(drawn(1)) & set(drawn(2))
 
 
 @pytest.fixture(scope="module")
