@@ -1,0 +1,1 @@
+"""The KL penalty of starter.py inside other trainers: TRL and Tinker."""

@@ -1,0 +1,309 @@
+"""The KL penalty of starter.py inside TRL's GRPOTrainer. One line of a TRL script changes:
+
+    from integrations.trl_kl import GRPOConfig, GRPOTrainer  # was: from trl import ...
+
+With the new options at their defaults TRL's own code runs, bit for bit. With any of them set, TRL
+computes its loss without a KL term, and the KL term of starter.py is added to it, averaged over
+tokens as TRL's loss_type averages. docs/trl.md explains the options and what was measured.
+
+Needs TRL 1.16 (pip install trl==1.16.0), and starter.py beside the folder integrations/.
+SPDX-License-Identifier: MIT
+"""
+import contextlib
+import inspect
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import trl
+from trl.trainer.utils import use_adapter
+
+environment = set(os.environ)
+import starter
+
+for variable in set(os.environ) - environment:
+    del os.environ[variable]  # starter.py sets some for its own runs; TRL's run as they would alone
+
+KNOWN = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
+         "kl_gradient": ("reverse", "as_written"), "kl_in": ("loss", "loss_to_go", "reward")}
+CONTROLLER_FILE = "kl_controller.json"  # in each checkpoint folder
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's GRPOConfig with the options of the adaptive-KL document and of starter.py."""
+    kl_adaptation_method: str = "none"  # a term rule, a rule for beta, or "dynamic+sigmoid"
+    kl_clip_threshold: float | None = None  # nats; None: 1.0 for clip, 5.0 for clip_sound
+    kl_target: float = 0.1  # nats per token
+    dynamic_beta_decay: float = 0.9
+    reward_threshold: float = 0.8
+    beta_min: float = 0.0
+    beta_schedule_steps: int = 1000  # optimiser steps
+    # None in these three is TRL's own KL term, or "k3", "reverse", "loss" if another is given.
+    kl_estimator: str | None = None  # the value: "k1", "k2", "k3", "exact" (over the vocabulary)
+    kl_gradient: str | None = None  # "reverse", or "as_written" (see takes_ratio_of_trl)
+    kl_in: str | None = None  # "loss", "loss_to_go", "reward"
+    reproduce_paper: bool = False  # True: allow a KL term that is known not to work
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kl_clip_threshold is None:
+            self.kl_clip_threshold = 5.0 if "clip_sound" in self.kl_adaptation_method else 1.0
+
+    @property
+    def uses_trl_kl(self):
+        """Whether all of the options that choose a KL term are at their defaults."""
+        return (self.kl_adaptation_method == "none" and self.kl_estimator is None
+                and self.kl_gradient is None and self.kl_in is None)
+
+
+def check_options(args):
+    """Raises starter.InputError, in one sentence, for what cannot work together with TRL."""
+    if not args.beta > 0:
+        raise starter.InputError(
+            f"beta = {args.beta!r} leaves nothing for the KL options to act on; use a beta above "
+            "0, or leave out kl_adaptation_method, kl_estimator, kl_gradient and kl_in")
+    for name, known in KNOWN.items():
+        value = getattr(args, name)
+        if value is not None and value not in known:
+            raise starter.InputError(f"{name} = {value!r} does not work with the KL options; "
+                                     f"use one of {', '.join(map(repr, known))}")
+    if (args.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
+        raise starter.InputError(
+            "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past "
+            "the KL options; use use_liger_kernel = False")
+    for name in ("kl_clip_threshold", "kl_target", "dynamic_beta_decay", "beta_schedule_steps"):
+        if not getattr(args, name) > 0:
+            raise starter.InputError(f"{name} = {getattr(args, name)!r} must be above 0; "
+                                     "leave it out to get the default")
+    if args.max_completion_length is None and "length_normal" in args.kl_adaptation_method:
+        raise starter.InputError(
+            f"kl_adaptation_method = {args.kl_adaptation_method!r} divides by a length, and "
+            "max_completion_length = None is none; use a number for max_completion_length")
+    for method in ("compute_loss", "_compute_loss"):
+        module = getattr(GRPOTrainer.__base__, method).__module__
+        if module != "trl.trainer.grpo_trainer":
+            raise starter.InputError(
+                f"GRPOTrainer.{method} was replaced by {module}, which would ignore the KL "
+                "options; remove that import (of unsloth, say), or leave the options out")
+
+
+def kl_settings_of(args):
+    """GRPOConfig -> starter.KLSettings, or None where TRL's own KL term is asked for.
+
+    Raises starter.InputError for a combination that starter.py refuses, or that TRL cannot do.
+    """
+    if not isinstance(args, GRPOConfig) or args.uses_trl_kl:
+        return None
+    check_options(args)
+    chosen = SimpleNamespace(**vars(args) | dict(
+        kl_estimator=args.kl_estimator or "k3", kl_gradient=args.kl_gradient or "reverse",
+        kl_in=args.kl_in or "loss", max_new_tokens=args.max_completion_length, model_id=None,
+        use_kl_penalty=True, kl_coef=args.beta))
+    if chosen.kl_estimator != "exact":
+        one = torch.zeros(1, 1)
+        starter.compute_kl_divergence(one, one, chosen.kl_estimator)  # raises for unknown names
+    chosen.kl = starter.kl_settings(chosen)
+    starter.check_kl(chosen)
+    is_form_of_trl = chosen.kl_estimator == "k3" and chosen.kl_in == "loss"
+    if takes_ratio_of_trl(chosen.kl, args) and not is_form_of_trl:
+        raise starter.InputError(
+            "kl_gradient = 'as_written' with use_bias_correction_kl = True is TRL's k3 in the loss "
+            f"times the importance ratio, not kl_estimator = {chosen.kl_estimator!r}, kl_in = "
+            f"{chosen.kl_in!r}; use use_bias_correction_kl = False")
+    return chosen.kl
+
+
+def takes_ratio_of_trl(kl, args):
+    """Whether the KL as written is multiplied by the importance ratio, as TRL 1.16 does it."""
+    return (kl.gradient == "as_written" and kl.placement != "reward"
+            and kl.estimator != "exact" and args.use_bias_correction_kl)
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer. kl_settings is None where TRL's own KL term is used."""
+
+    def __init__(self, model, reward_funcs=None, args=None, *others, **named):
+        self.kl_settings = kl_settings_of(args)
+        super().__init__(model, reward_funcs, args, *others, **named)
+        if self.kl_settings is None:
+            return
+        self.controller = starter.KLController(self.beta, self.kl_settings)
+        self._mean_reward = float("nan")
+        self._kl_sums = 0.0  # of the microbatches since the last optimiser step
+        self._log_probs = self._exact_kl = None  # of the last forward pass
+        self._say(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
+                  f"of its own: {self.kl_settings}")
+
+    def _say(self, line):
+        if self.accelerator.is_main_process:
+            print(line, flush=True)
+
+    def _calculate_rewards(self, inputs, *others):
+        """(N, n functions) rewards of all processes. Their weighted mean moves beta."""
+        rewards = super()._calculate_rewards(inputs, *others)
+        if self.kl_settings is not None and self.model.training:
+            scored = rewards[~rewards.isnan().all(dim=1)]
+            weighted = scored * self.reward_weights.to(scored.device)
+            self._mean_reward = weighted.nansum(dim=1).mean().item()
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        """Adds the log-probs at rollout where KL in the reward needs them. TRL leaves them out
+        where each rollout serves a single update, so that costs one more forward pass."""
+        batch = super()._generate_and_score_completions(inputs)
+        in_reward = self.kl_settings is not None and self.kl_settings.placement == "reward"
+        if in_reward and "old_per_token_logps" not in batch:
+            tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            score = self._get_per_token_logps_and_entropies
+            pictures = {name: batch[name] for name in inspect.signature(
+                super()._get_per_token_logps_and_entropies).parameters if name in batch}
+            with torch.no_grad():
+                batch["old_per_token_logps"], _, _ = score(
+                    self.model, tokens, attended, batch["completion_ids"].size(1),
+                    self.args.per_device_train_batch_size, **pictures)
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        """TRL's loss without its KL term + beta * the KL term of starter.py."""
+        if self.kl_settings is None:
+            return super()._compute_loss(model, inputs)
+        kl = self.kl_settings
+        beta = self.controller.beta
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
+        ref_log_probs = torch.where(mask, inputs["ref_per_token_logps"], 0.0)
+        if kl.placement == "reward":
+            old_log_probs = torch.where(mask, inputs["old_per_token_logps"], 0.0)
+            advantages = starter.put_kl_into_advantages(
+                inputs["advantages"].unsqueeze(1), old_log_probs, ref_log_probs, mask, beta, kl)
+            inputs = inputs | {"advantages": advantages}
+        given_beta, self.beta = self.beta, 0.0  # TRL's loss then has no KL term
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = given_beta
+
+        log_probs = torch.where(mask, self._log_probs, 0.0)
+        old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
+        old_log_probs = torch.where(mask, old_log_probs, 0.0)
+        penalty, metadata = starter.kl_penalty(log_probs, ref_log_probs, old_log_probs, mask, kl,
+                                               self._exact_kl)
+        self._log_probs = self._exact_kl = None
+        if takes_ratio_of_trl(kl, self.args):
+            log_ratio = log_probs - old_log_probs
+            if self.importance_sampling_level == "sequence":
+                log_ratio = starter.masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
+            penalty = penalty * torch.exp(log_ratio)
+        if kl.placement != "reward":
+            weighted = penalty * self._token_weights(mask, inputs)
+            loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
+        self._note_kl(metadata, mask, beta)
+        return loss
+
+    def _token_weights(self, mask, inputs):
+        """(B, T) mask -> the weight of each token in TRL's loss: (B, 1) or a number."""
+        microbatches = self.current_gradient_accumulation_steps if self.model.training else 1
+        if self.loss_type == "dapo":  # num_items_in_batch counts the tokens of the whole rollout
+            n_tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            of_rollout = self.args.steps_per_generation if self.model.training else 1
+            return of_rollout / (n_tokens * microbatches)
+        if self.loss_type == "grpo":
+            return 1 / (mask.sum(1, keepdim=True).clamp(min=1) * len(mask) * microbatches)
+        if self.loss_type == "bnpo":
+            return 1 / (mask.sum().clamp(min=1) * microbatches)
+        return 1 / (len(mask) * self.max_completion_length * microbatches)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep,
+                                           batch_size=None, compute_entropy=False, **others):
+        """TRL's log-probs. Those of its loss, which alone asks for entropies, are kept."""
+        kl = self.kl_settings
+        if kl is not None and compute_entropy and kl.estimator == "exact":
+            return self._forward_with_exact_kl(model, input_ids, attention_mask, logits_to_keep,
+                                               others)
+        scores = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
+        if kl is not None and compute_entropy:
+            self._log_probs = scores[0]
+        return scores
+
+    def _forward_with_exact_kl(self, model, input_ids, attention_mask, n_tokens, others):
+        """(B, P + T) ids -> (B, T) log-probs, entropies, and in self._exact_kl the KL over the
+        vocabulary. TRL's fused head does not keep logits, so this holds (B, T, V) of them."""
+        if any(value is not None and value is not False for value in others.values()):
+            raise starter.InputError("kl_estimator = 'exact' works for text without an auxiliary "
+                                     "loss of experts; use kl_estimator = 'k3'")
+
+        def log_softmax_of(scored_model):
+            with self.accelerator.autocast():
+                logits = scored_model(input_ids=input_ids, attention_mask=attention_mask,
+                                      logits_to_keep=n_tokens + 1, use_cache=False).logits
+            logits = logits[:, -n_tokens - 1:-1]
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            return torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
+
+        log_p = log_softmax_of(model)
+        with torch.no_grad(), self._reference(model) as reference:
+            log_q = log_softmax_of(reference)
+        p = log_p.exp()
+        kept = attention_mask[:, -n_tokens:] > 0
+        self._exact_kl = torch.where(kept, (p * (log_p - log_q)).sum(-1), 0.0)
+        entropies = torch.where(kept, -(p * log_p).sum(-1), 0.0)
+        chosen = log_p.gather(2, input_ids[:, -n_tokens:, None]).squeeze(2)
+        self._log_probs = torch.where(kept, chosen, 0.0)
+        return self._log_probs, entropies, None
+
+    @contextlib.contextmanager
+    def _reference(self, model):
+        """The reference model: TRL's copy, or the policy with its PEFT adapter off."""
+        if self.ref_model is not None:
+            yield self.ref_model
+            return
+        adapted = self.accelerator.unwrap_model(self.model)
+        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
+            yield model
+
+    def _note_kl(self, metadata, mask, beta):
+        """Adds a microbatch to the sums over tokens. After the last one of an optimiser step it
+        logs their means over all processes and moves beta, for the next step."""
+        summed = ("kl_penalty_mean", "adaptive_kl/adapted_kl", "kl_per_token")
+        sums = torch.stack([torch.where(mask, metadata[name].detach(), 0.0).sum()
+                            for name in summed] + [mask.sum()])
+        training = self.model.training
+        if training:
+            self._kl_sums = sums = self._kl_sums + sums
+            if not self.accelerator.sync_gradients:
+                return
+            self._kl_sums = 0.0
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        raw, adapted, per_token = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
+        metrics = self._metrics["train" if training else "eval"]
+        metrics["kl"].append(raw)
+        metrics["adaptive_kl/raw_kl"].append(raw)
+        metrics["adaptive_kl/adapted_kl"].append(adapted)
+        metrics["adaptive_kl/current_beta"].append(beta)
+        if training:
+            self.controller.update(per_token, self._mean_reward)
+
+    def _save_checkpoint(self, model, trial):
+        if self.kl_settings is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONTROLLER_FILE).write_text(json.dumps(self.controller.state))
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        """Runs at the start of every train(). Without a checkpoint beta starts from args.beta."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.kl_settings is None:
+            return
+        saved = Path(checkpoint or "", CONTROLLER_FILE)
+        state = json.loads(saved.read_text()) if checkpoint and saved.is_file() else None
+        if checkpoint and state is None:
+            self._say(f"{saved} is missing, so beta starts again from {self.beta}")
+        self.controller = starter.KLController(self.beta, self.kl_settings, state)
+        self._kl_sums = 0.0
+
