@@ -28,7 +28,8 @@ for variable in set(os.environ) - environment:
     del os.environ[variable]  # starter.py sets some for its own runs; TRL's run as they would alone
 
 KNOWN = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
-         "kl_gradient": ("reverse", "as_written"), "kl_in": ("loss", "loss_to_go", "reward")}
+         "kl_estimator": ("k1", "k2", "k3", "exact"), "kl_gradient": ("reverse", "as_written"),
+         "kl_in": ("loss", "loss_to_go", "reward")}
 CONTROLLER_FILE = "kl_controller.json"  # in each checkpoint folder
 
 
@@ -75,14 +76,13 @@ def check_options(args):
         raise starter.InputError(
             "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past "
             "the KL options; use use_liger_kernel = False")
-    for name in ("kl_clip_threshold", "kl_target", "dynamic_beta_decay", "beta_schedule_steps"):
-        if not getattr(args, name) > 0:
-            raise starter.InputError(f"{name} = {getattr(args, name)!r} must be above 0; "
-                                     "leave it out to get the default")
-    if args.max_completion_length is None and "length_normal" in args.kl_adaptation_method:
-        raise starter.InputError(
-            f"kl_adaptation_method = {args.kl_adaptation_method!r} divides by a length, and "
-            "max_completion_length = None is none; use a number for max_completion_length")
+    above_0 = ["kl_clip_threshold", "kl_target", "dynamic_beta_decay", "beta_schedule_steps"]
+    if "length_normalized_sound" in args.kl_adaptation_method:
+        above_0.append("max_completion_length")  # its divisor, which TRL allows to be None
+    for name in above_0:
+        if not (getattr(args, name) or 0) > 0:
+            raise starter.InputError(f"{name} = {getattr(args, name)!r} must be a number above 0 "
+                                     "with the KL options; leave it out to get the default")
     for method in ("compute_loss", "_compute_loss"):
         module = getattr(GRPOTrainer.__base__, method).__module__
         if module != "trl.trainer.grpo_trainer":
@@ -92,10 +92,8 @@ def check_options(args):
 
 
 def kl_settings_of(args):
-    """GRPOConfig -> starter.KLSettings, or None where TRL's own KL term is asked for.
-
-    Raises starter.InputError for a combination that starter.py refuses, or that TRL cannot do.
-    """
+    """GRPOConfig -> starter.KLSettings, or None where TRL's own KL term is asked for. Raises
+    starter.InputError for a combination that starter.py refuses, or that TRL cannot do."""
     if not isinstance(args, GRPOConfig) or args.uses_trl_kl:
         return None
     check_options(args)
@@ -103,17 +101,14 @@ def kl_settings_of(args):
         kl_estimator=args.kl_estimator or "k3", kl_gradient=args.kl_gradient or "reverse",
         kl_in=args.kl_in or "loss", max_new_tokens=args.max_completion_length, model_id=None,
         use_kl_penalty=True, kl_coef=args.beta))
-    if chosen.kl_estimator != "exact":
-        one = torch.zeros(1, 1)
-        starter.compute_kl_divergence(one, one, chosen.kl_estimator)  # raises for unknown names
     chosen.kl = starter.kl_settings(chosen)
-    starter.check_kl(chosen)
     is_form_of_trl = chosen.kl_estimator == "k3" and chosen.kl_in == "loss"
     if takes_ratio_of_trl(chosen.kl, args) and not is_form_of_trl:
         raise starter.InputError(
             "kl_gradient = 'as_written' with use_bias_correction_kl = True is TRL's k3 in the loss "
             f"times the importance ratio, not kl_estimator = {chosen.kl_estimator!r}, kl_in = "
             f"{chosen.kl_in!r}; use use_bias_correction_kl = False")
+    starter.check_kl(chosen)
     return chosen.kl
 
 
@@ -159,13 +154,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         if in_reward and "old_per_token_logps" not in batch:
             tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            score = self._get_per_token_logps_and_entropies
-            pictures = {name: batch[name] for name in inspect.signature(
-                super()._get_per_token_logps_and_entropies).parameters if name in batch}
+            names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
             with torch.no_grad():
-                batch["old_per_token_logps"], _, _ = score(
+                batch["old_per_token_logps"] = self._get_per_token_logps_and_entropies(
                     self.model, tokens, attended, batch["completion_ids"].size(1),
-                    self.args.per_device_train_batch_size, **pictures)
+                    self.args.per_device_train_batch_size,
+                    **{name: batch[name] for name in names if name in batch})[0]
         return batch
 
     def _compute_loss(self, model, inputs):
@@ -177,10 +171,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
         ref_log_probs = torch.where(mask, inputs["ref_per_token_logps"], 0.0)
         if kl.placement == "reward":
-            old_log_probs = torch.where(mask, inputs["old_per_token_logps"], 0.0)
-            advantages = starter.put_kl_into_advantages(
-                inputs["advantages"].unsqueeze(1), old_log_probs, ref_log_probs, mask, beta, kl)
-            inputs = inputs | {"advantages": advantages}
+            inputs = inputs | {"advantages": starter.put_kl_into_advantages(
+                inputs["advantages"].unsqueeze(1), inputs["old_per_token_logps"], ref_log_probs,
+                mask, beta, kl)}
         given_beta, self.beta = self.beta, 0.0  # TRL's loss then has no KL term
         try:
             loss = super()._compute_loss(model, inputs)
@@ -249,12 +242,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         with torch.no_grad(), self._reference(model) as reference:
             log_q = log_softmax_of(reference)
         p = log_p.exp()
-        kept = attention_mask[:, -n_tokens:] > 0
-        self._exact_kl = torch.where(kept, (p * (log_p - log_q)).sum(-1), 0.0)
-        entropies = torch.where(kept, -(p * log_p).sum(-1), 0.0)
-        chosen = log_p.gather(2, input_ids[:, -n_tokens:, None]).squeeze(2)
-        self._log_probs = torch.where(kept, chosen, 0.0)
-        return self._log_probs, entropies, None
+        self._exact_kl = (p * (log_p - log_q)).sum(-1)
+        self._log_probs = log_p.gather(2, input_ids[:, -n_tokens:, None]).squeeze(2)
+        return self._log_probs, -(p * log_p).sum(-1), None
 
     @contextlib.contextmanager
     def _reference(self, model):
