@@ -78,7 +78,7 @@ def reward(completions, numbers, target, **columns):
             for chat, of_problem, wanted in zip(completions, numbers, target)]
 
 
-def make_trainer(folder, output_dir, options, seed=0, steps=STEPS, callbacks=(),
+def make_trainer(folder, output_dir, options, seed=0, steps=None, callbacks=(),
                  config_class=GRPOConfig, trainer_class=GRPOTrainer):
     """A trainer of the built-in model on small Countdown problems."""
     problems = starter.make_countdown(10_000, False, seed, **starter.SMALL_COUNTDOWN)
@@ -86,7 +86,7 @@ def make_trainer(folder, output_dir, options, seed=0, steps=STEPS, callbacks=(),
         {"prompt": [{"role": "user", "content": problem["prompt"]}],
          "numbers": problem["numbers"], "target": problem["target"]} for problem in problems])
     settings = dict(
-        output_dir=output_dir, max_steps=steps, seed=seed, beta=BETA, learning_rate=6e-4,
+        output_dir=output_dir, max_steps=steps or STEPS, seed=seed, beta=BETA, learning_rate=6e-4,
         lr_scheduler_type="constant_with_warmup", warmup_steps=10, adam_beta2=0.95,
         per_device_train_batch_size=64, num_generations=8, max_completion_length=MAX_NEW_TOKENS,
         use_cpu=not torch.cuda.is_available(), bf16=False, gradient_checkpointing=False,
