@@ -9,7 +9,6 @@ tokens as TRL's loss_type averages. docs/trl.md explains the options and what wa
 Needs TRL 1.16 (pip install trl==1.16.0), and starter.py beside the folder integrations/.
 SPDX-License-Identifier: MIT
 """
-import contextlib
 import inspect
 import json
 import os
@@ -57,8 +56,8 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def uses_trl_kl(self):
         """Whether all of the options that choose a KL term are at their defaults."""
-        return (self.kl_adaptation_method == "none" and self.kl_estimator is None
-                and self.kl_gradient is None and self.kl_in is None)
+        chosen = (self.kl_estimator, self.kl_gradient, self.kl_in)
+        return self.kl_adaptation_method == "none" and chosen == (None, None, None)
 
 
 def check_options(args):
@@ -128,7 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         self.controller = starter.KLController(self.beta, self.kl_settings)
         self._mean_reward = float("nan")
-        self._kl_sums = 0.0  # of the microbatches since the last optimiser step
+        self._kl_sums = 0.0  # since the last optimiser step
         self._log_probs = self._exact_kl = None  # of the last forward pass
         self._say(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
                   f"of its own: {self.kl_settings}")
@@ -239,22 +238,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             return torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
 
         log_p = log_softmax_of(model)
-        with torch.no_grad(), self._reference(model) as reference:
-            log_q = log_softmax_of(reference)
+        with torch.no_grad():
+            if self.ref_model is not None:
+                log_q = log_softmax_of(self.ref_model)
+            else:  # the policy with its PEFT adapter off, or as it was when training began
+                adapted = self.accelerator.unwrap_model(self.model)
+                with use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None):
+                    log_q = log_softmax_of(model)
         p = log_p.exp()
         self._exact_kl = (p * (log_p - log_q)).sum(-1)
         self._log_probs = log_p.gather(2, input_ids[:, -n_tokens:, None]).squeeze(2)
         return self._log_probs, -(p * log_p).sum(-1), None
-
-    @contextlib.contextmanager
-    def _reference(self, model):
-        """The reference model: TRL's copy, or the policy with its PEFT adapter off."""
-        if self.ref_model is not None:
-            yield self.ref_model
-            return
-        adapted = self.accelerator.unwrap_model(self.model)
-        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
-            yield model
 
     def _note_kl(self, metadata, mask, beta):
         """Adds a microbatch to the sums over tokens. After the last one of an optimiser step it
@@ -268,7 +262,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if not self.accelerator.sync_gradients:
                 return
             self._kl_sums = 0.0
-        sums = self.accelerator.reduce(sums, reduction="sum")
+        sums = self.accelerator.reduce(sums)
         raw, adapted, per_token = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
         metrics = self._metrics["train" if training else "eval"]
         metrics["kl"].append(raw)
@@ -286,14 +280,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Runs at the start of every train(). Without a checkpoint beta starts from args.beta."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.kl_settings is None:
+        if self.kl_settings is None or checkpoint is None:
             return
-        saved = Path(checkpoint or "", CONTROLLER_FILE)
-        state = json.loads(saved.read_text()) if checkpoint and saved.is_file() else None
-        if checkpoint and state is None:
+        saved = Path(checkpoint, CONTROLLER_FILE)
+        if saved.is_file():
+            self.controller.state |= json.loads(saved.read_text())
+        else:
             self._say(f"{saved} is missing, so beta starts again from {self.beta}")
-        self.controller = starter.KLController(self.beta, self.kl_settings, state)
-        self._kl_sums = 0.0
 
+    def train(self, *arguments, **named):
+        """Beta starts from args.beta, or from the checkpoint that is resumed."""
+        if self.kl_settings is not None:
+            self.controller = starter.KLController(self.beta, self.kl_settings)
+            self._kl_sums = 0.0
+        return super().train(*arguments, **named)
