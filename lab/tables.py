@@ -579,6 +579,30 @@ def start_table():
 # --------------------------------------------------------------------------------------------------
 # 5. The pages.
 
+# --------------------------------------------------------------------------------------------------
+# Of integrations/example_trl.py: the methods inside TRL, and what a step of each costs.
+
+def trl_method_table():
+    groups = {}
+    for row in read_csv(RESULTS / "trl_methods.csv"):
+        groups.setdefault(row["method"], []).append(row)
+    lines = [[method, spread(numbers_of(rows, "reward"), 2), spread(numbers_of(rows, "raw_kl"), 3),
+              spread(numbers_of(rows, "adapted_kl"), 3),
+              f"{statistics.mean(numbers_of(rows, 'beta')):.2g}",
+              spread(numbers_of(rows, "length"), 1), per_cent(numbers_of(rows, "other_skills"))]
+             for method, rows in groups.items()]
+    return markdown(["method", "reward", "raw KL", "adapted KL", "beta", "length",
+                     "other skills, %"], lines)
+
+
+def trl_cost_table():
+    lines = [[row["term"], f"{float(row['seconds']):.3f}", f"{float(row['time_ratio']):.2f}",
+              f"{float(row['gflops']):.2f}", f"{float(row['flops_ratio']):.2f}"]
+             for row in read_csv(RESULTS / "trl_cost.csv")]
+    return markdown(["KL term", "seconds a step", "of TRL, beta = 0", "GFLOPs a step",
+                     "of TRL, beta = 0"], lines)
+
+
 TABLES = {
     "penalty": penalty_table, "coefficients": coefficient_table, "estimators": estimator_table,
     "methods": method_table, "engines": engine_table, "verdicts": verdict_table,
@@ -588,6 +612,7 @@ TABLES = {
     "speed": speed_table, "versions": version_table, "phases": phase_table,
     "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
+    "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 
