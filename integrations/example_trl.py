@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning threads are slow where others work too
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # TRL warns about what is chosen here
 warnings.filterwarnings("ignore", category=FutureWarning)
 
