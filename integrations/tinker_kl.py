@@ -1,0 +1,280 @@
+"""The KL penalty of starter.py for scripts that train with Tinker (tinker 0.38).
+
+    from integrations.tinker_kl import compute_grpo_kl_loss, compute_reference_logprobs
+
+A step with the penalty in the loss:
+
+    datums = make_datums(prompt_tokens, response_tokens)
+    ref_logprobs = await compute_reference_logprobs(ref_client, prompt_tokens, response_tokens)
+    loss_fn = functools.partial(
+        compute_grpo_kl_loss, kl_coef=controller.beta, kl=controller.settings,
+        advantages=advantages, old_logprobs=logprobs, ref_logprobs=ref_logprobs)
+    result = training_client.forward_backward_custom(datums, loss_fn).result()
+    controller.update(result.metrics["kl_per_token"], mean_reward)
+
+or in the advantages, which needs no custom loss:
+
+    per_token = advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3)
+    datums = make_ppo_datums(prompt_tokens, response_tokens, logprobs, per_token)
+    training_client.forward_backward(datums, "ppo", ppo_loss_fn_config(cliprange=0.2))
+
+The terms and the adaptive rules are those of starter.py, which this file imports. Log-probs are in
+nats and at temperature 1, so sample at temperature 1. docs/tinker.md has the parameters and what
+each method was measured to do.
+"""
+import asyncio
+import inspect
+import math
+from types import SimpleNamespace
+
+import torch
+from tinker import types
+from torch.nn.utils.rnn import pad_sequence
+
+import starter
+from starter import InputError, KLController, KLSettings
+
+# What make_controller() takes, by the names and with the defaults of starter.main().
+OPTIONS = ["kl_estimator", "kl_gradient", "kl_in", "kl_adaptation_method", "kl_clip_threshold",
+           "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min",
+           "beta_schedule_steps", "max_new_tokens", "reproduce_paper"]
+CHOICES = {"kl_gradient": ["reverse", "as_written"], "kl_in": ["loss", "loss_to_go", "reward"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. Settings.
+
+def make_controller(kl_coef=0.01, state=None, **options):
+    """Returns a starter.KLController. Its beta is the coefficient of the next step, its settings
+    are what compute_grpo_kl_loss takes as kl.
+
+    options: of OPTIONS. kl_adaptation_method is a term rule, a coefficient rule, or one of each,
+    as in "dynamic+sigmoid"; a rule that is added to starter.py can be named at once. state: the
+    controller.state of a run that is resumed, a dict of numbers.
+    Raises InputError for a name that is not known and for a term that penalises nothing or the
+    wrong thing, unless reproduce_paper=True.
+    """
+    parameters = inspect.signature(starter.main).parameters
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise InputError(f"{name} is not an option of the KL penalty; use one of "
+                             f"{', '.join(OPTIONS)}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise InputError(f"{name} = {value!r} is not known; use one of {CHOICES[name]}")
+    cfg = SimpleNamespace(**{name: parameters[name].default for name in OPTIONS} | options)
+    cfg.kl_coef, cfg.use_kl_penalty, cfg.model_id = kl_coef, True, ""
+    if not 0 < kl_coef < math.inf:
+        raise InputError(f"kl_coef = {kl_coef!r} penalises nothing; use a number above 0, or leave "
+                         "the controller out and pass kl_coef=0 to the loss")
+    if not 0 < cfg.kl_target < math.inf:
+        raise InputError(f"kl_target = {cfg.kl_target!r} must be a number above 0, in nats per "
+                         "token; use 0.1")
+    zero = torch.zeros(1, 1)
+    starter.compute_kl_divergence(zero, zero, cfg.kl_estimator)  # refuses what needs a vocabulary
+    cfg.kl = starter.kl_settings(cfg)
+    starter.check_kl(cfg)
+    return KLController(kl_coef, cfg.kl, state)
+
+
+def ppo_loss_fn_config(cliprange=0.2):
+    """Returns the loss_fn_config of the built-in "ppo": 0.2 is ratios in [0.8, 1.2], which the
+    service takes as absolute numbers. cliprange may be a pair (low, high)."""
+    low, high = cliprange if isinstance(cliprange, (tuple, list)) else (cliprange, cliprange)
+    if not (0 < low <= 1 and 0 < high < math.inf):
+        raise InputError(f"cliprange = {cliprange!r} must be a distance from 1, such as 0.2 for "
+                         "ratios in [0.8, 1.2]; use 0.2")
+    return {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Advantages.  Lists of numbers, as they come from the sampling client.
+
+def compute_advantages(rewards, group_size, normalize_by_std=False):
+    """Rewards of P * G responses, group after group -> advantages (a list), and statistics.
+
+    The mean of the group is subtracted; normalize_by_std=True also divides by its standard
+    deviation, as in the GRPO paper. A group of equal rewards gets exactly 0.
+    """
+    if group_size < 2 or not len(rewards) or len(rewards) % group_size:
+        raise InputError(f"{len(rewards)} rewards are not whole groups of group_size = "
+                         f"{group_size}; give every response of a group, at least 2 of each")
+    advantages, metadata = starter.compute_group_normalized_advantages(
+        torch.tensor(rewards, dtype=torch.float32), group_size, 1e-6, normalize_by_std)
+    return advantages.tolist(), metadata
+
+
+def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.01,
+                       kl=KLSettings(estimator="k1", placement="reward")):
+    """B advantages, B lists of log-probs -> B lists of advantages, one for each token: less
+    kl_coef times the KL of this token and of all later ones.
+
+    This is the alternative that works with the built-in "ppo". One optimiser step per rollout:
+    on older samples its gradient is biased (README_KL.md).
+    """
+    if kl.estimator != "k1":
+        raise InputError(f"kl_estimator = {kl.estimator!r} in the advantages drives the policy "
+                         "away from the reference; use kl_estimator = 'k1'")
+    check_lengths(logprobs, ref_logprobs, "ref_logprobs")
+    check_lengths(logprobs, advantages, "advantages", scalars=True)
+    mask = padded([torch.ones(len(row), dtype=torch.bool) for row in logprobs])
+    old, ref = (padded([torch.tensor(row, dtype=torch.float32) for row in rows])
+                for rows in (logprobs, ref_logprobs))
+    of_response = torch.tensor(advantages, dtype=torch.float32)[:, None]
+    per_token = starter.put_kl_into_advantages(of_response, old, ref, mask, kl_coef, kl)
+    per_token = per_token.expand_as(old)
+    return [row[:len(own)].tolist() for row, own in zip(per_token, logprobs)]
+
+
+def padded(rows):
+    """B tensors of any length -> (B, T), zeros on the right."""
+    return pad_sequence(rows, batch_first=True)
+
+
+def check_lengths(rows, others, name, scalars=False):
+    """Refuses lists that do not belong to the same responses."""
+    if len(rows) != len(others):
+        raise InputError(f"{name} has {len(others)} entries for {len(rows)} responses; give one "
+                         "for each response")
+    for i, (row, other) in enumerate(zip(rows, others)):
+        if not (scalars and isinstance(other, (int, float))) and len(other) != len(row):
+            raise InputError(f"{name}[{i}] has {len(other)} numbers for {len(row)} response "
+                             "tokens; give one for each token of the response")
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Datums.  Position t of every tensor is about the target that follows input token t.
+
+def make_datums(prompt_tokens, response_tokens):
+    """B lists of prompt ids, B lists of response ids -> B Datums for forward_backward_custom.
+
+    They hold what every version of the SDK lets through: target_tokens, and weights, which are 1
+    on the response. A weight is the share of its token in the loss: scale it for another average.
+    """
+    return [make_datum(prompt, response, weights=[1.0] * len(response))
+            for prompt, response in zip(prompt_tokens, response_tokens, strict=True)]
+
+
+def make_ppo_datums(prompt_tokens, response_tokens, logprobs, advantages):
+    """The same for the built-in "ppo" and "importance_sampling".
+
+    logprobs: of the sampler, one for each response token. advantages: a number for each response,
+    or a list with one for each token. The prompt has advantage 0, which is how it is left out.
+    """
+    check_lengths(response_tokens, logprobs, "logprobs")
+    check_lengths(response_tokens, advantages, "advantages", scalars=True)
+    datums = []
+    for i, (prompt, response) in enumerate(zip(prompt_tokens, response_tokens, strict=True)):
+        of_token = advantages[i]
+        if isinstance(of_token, (int, float)):
+            of_token = [of_token] * len(response)
+        datums.append(make_datum(prompt, response, logprobs=logprobs[i], advantages=of_token))
+    return datums
+
+
+def make_datum(prompt, response, **of_response):
+    """One prompt, one response and what is known of each response token -> Datum."""
+    if not len(prompt) or not len(response):
+        raise InputError(f"a prompt of {len(prompt)} and a response of {len(response)} tokens "
+                         "cannot be trained; each needs at least one, so leave this one out")
+    whole = [*prompt, *response]
+    inputs = {"target_tokens": torch.tensor(whole[1:])}
+    for name, values in of_response.items():
+        inputs[name] = torch.tensor([0.0] * (len(prompt) - 1) + list(values))
+    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+
+
+async def compute_reference_logprobs(ref_client, prompt_tokens, response_tokens):
+    """B lists of prompt ids, B lists of response ids -> B lists of log-probs of the response
+    tokens under the reference, in nats. All requests run at the same time.
+
+    ref_client: service_client.create_sampling_client(base_model=...).
+    """
+    requests = [ref_client.compute_logprobs(types.ModelInput.from_ints([*prompt, *response]))
+                for prompt, response in zip(prompt_tokens, response_tokens, strict=True)]
+    ref_logprobs = []
+    for i, of_text in enumerate(await asyncio.gather(*requests)):
+        # Entry t is about token t itself: it is not shifted. The first has nothing before it.
+        of_response = of_text[len(prompt_tokens[i]):]
+        if len(of_response) != len(response_tokens[i]) or None in of_response:
+            raise InputError(f"response {i} was not scored on all of its {len(response_tokens[i])} "
+                             "tokens; its prompt needs at least one token")
+        ref_logprobs.append(of_response)
+    return ref_logprobs
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Loss.
+
+def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.01, cliprange=0.2, advantages=None,
+                         old_logprobs=None, ref_logprobs=None, kl=KLSettings(), as_printed=False):
+    """A loss for forward_backward_custom: the PPO-clipped term plus kl_coef * KL, summed over the
+    response tokens of all datums, as the built-in "ppo" sums. Returns it and metrics.
+
+    data, logprobs_list: what the SDK hands over. advantages, old_logprobs, ref_logprobs: for each
+    datum a list with one number for each response token (advantages also: one number). They come
+    in by functools.partial; if one is absent, it is read from each datum's loss_fn_inputs, padded
+    with zeros on the prompt ("advantages", "logprobs", "ref_logprobs", as in the Tinker guide).
+    kl_coef = 0 needs no reference. kl: of a KLController, or a starter.KLSettings.
+
+    as_printed=True is the guide's own term, kl_coef * (log ref - log pi) on every position, the
+    prompt included. Its expected gradient on the response is zero; kl is then not used.
+    """
+    if not 0 <= kl_coef < math.inf:
+        raise InputError(f"kl_coef = {kl_coef!r} must be a number of at least 0; use 0.01")
+    weights = [weights_of(datum) for datum in data]
+    advantages, old, ref = (
+        aligned(given, name, data, weights) for given, name in
+        ((advantages, "advantages"), (old_logprobs, "logprobs"), (ref_logprobs, "ref_logprobs")))
+    if advantages is None or old is None or (ref is None and kl_coef):
+        raise InputError(f"the loss with kl_coef = {kl_coef!r} needs advantages, old_logprobs and "
+                         "ref_logprobs; pass them with functools.partial")
+    policy = padded(logprobs_list)
+    shares = padded(weights).to(policy.dtype)
+    mask = shares != 0
+    if kl.placement == "reward" and ref is not None and not as_printed:
+        advantages = starter.put_kl_into_advantages(advantages, old, ref, mask, kl_coef, kl)
+    loss, metadata = starter.compute_loss(advantages, policy, old, cliprange, ref,
+                                          0.0 if as_printed else kl_coef, mask, kl)
+    total = torch.where(mask, loss * shares, 0.0).sum()
+    if as_printed and kl_coef:
+        everywhere = padded([torch.ones_like(row, dtype=torch.bool) for row in logprobs_list])
+        total = total + kl_coef * torch.where(everywhere, ref - policy, 0.0).sum()
+
+    metrics = {name: float(value) for name, value in metadata.items()}
+    if ref is not None:
+        metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty_mean"]
+        metrics["adaptive_kl/current_beta"] = float(kl_coef)
+        metrics["kl_per_sequence"] = metrics["kl_per_token"] * float(mask.sum()) / len(data)
+    return total, metrics
+
+
+def weights_of(datum):
+    """(T,) share of each token in the loss; 0 on the prompt. A datum of the guide's form has no
+    weights: its prompt is the zeros with which all of its tensors begin."""
+    inputs = datum.loss_fn_inputs
+    if "weights" in inputs:
+        return inputs["weights"].to_torch()
+    names = [name for name in ("advantages", "logprobs", "ref_logprobs") if name in inputs]
+    if not names:
+        raise InputError(f"a datum with {sorted(inputs)} does not say which tokens are the "
+                         "response; build it with make_datums")
+    known = torch.stack([inputs[name].to_torch() != 0 for name in names]).any(dim=0)
+    return (known.cumsum(0) > 0).float()
+
+
+def aligned(given, name, data, weights):
+    """Values for each response token, or those in the datums -> (B, T), 0 on the prompt. None if
+    there are neither."""
+    if given is None:
+        if not all(name in datum.loss_fn_inputs for datum in data):
+            return None
+        return padded([datum.loss_fn_inputs[name].to_torch() for datum in data])
+    masks = [row != 0 for row in weights]
+    check_lengths([row[mask] for row, mask in zip(weights, masks)], given, name, scalars=True)
+    rows = []
+    for values, mask in zip(given, masks):
+        values = torch.as_tensor(values, dtype=torch.get_default_dtype())
+        row = torch.zeros(mask.shape, dtype=values.dtype)
+        row[mask] = values
+        rows.append(row)
+    return padded(rows)
