@@ -130,13 +130,18 @@ def padded(rows):
     return pad_sequence(rows, batch_first=True)
 
 
+def is_number(value):
+    """Also of numpy's and torch's kind."""
+    return isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0
+
+
 def check_lengths(rows, others, name, scalars=False):
     """Refuses lists that do not belong to the same responses."""
     if len(rows) != len(others):
         raise InputError(f"{name} has {len(others)} entries for {len(rows)} responses; give one "
                          "for each response")
     for i, (row, other) in enumerate(zip(rows, others)):
-        if not (scalars and isinstance(other, (int, float))) and len(other) != len(row):
+        if not (scalars and is_number(other)) and len(other) != len(row):
             raise InputError(f"{name}[{i}] has {len(other)} numbers for {len(row)} response "
                              "tokens; give one for each token of the response")
 
@@ -165,8 +170,8 @@ def make_ppo_datums(prompt_tokens, response_tokens, logprobs, advantages):
     datums = []
     for i, (prompt, response) in enumerate(zip(prompt_tokens, response_tokens, strict=True)):
         of_token = advantages[i]
-        if isinstance(of_token, (int, float)):
-            of_token = [of_token] * len(response)
+        if is_number(of_token):
+            of_token = [float(of_token)] * len(response)
         datums.append(make_datum(prompt, response, logprobs=logprobs[i], advantages=of_token))
     return datums
 
@@ -221,15 +226,15 @@ def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.01, cliprange=0.2, advan
     """
     if not 0 <= kl_coef < math.inf:
         raise InputError(f"kl_coef = {kl_coef!r} must be a number of at least 0; use 0.01")
-    weights = [weights_of(datum) for datum in data]
+    policy = padded(logprobs_list)
+    weights = [weights_of(datum).to(policy.dtype) for datum in data]
     advantages, old, ref = (
         aligned(given, name, data, weights) for given, name in
         ((advantages, "advantages"), (old_logprobs, "logprobs"), (ref_logprobs, "ref_logprobs")))
     if advantages is None or old is None or (ref is None and kl_coef):
         raise InputError(f"the loss with kl_coef = {kl_coef!r} needs advantages, old_logprobs and "
                          "ref_logprobs; pass them with functools.partial")
-    policy = padded(logprobs_list)
-    shares = padded(weights).to(policy.dtype)
+    shares = padded(weights)
     mask = shares != 0
     if kl.placement == "reward" and ref is not None and not as_printed:
         advantages = starter.put_kl_into_advantages(advantages, old, ref, mask, kl_coef, kl)
@@ -268,13 +273,12 @@ def aligned(given, name, data, weights):
     if given is None:
         if not all(name in datum.loss_fn_inputs for datum in data):
             return None
-        return padded([datum.loss_fn_inputs[name].to_torch() for datum in data])
-    masks = [row != 0 for row in weights]
-    check_lengths([row[mask] for row, mask in zip(weights, masks)], given, name, scalars=True)
+        return padded([datum.loss_fn_inputs[name].to_torch().to(weights[0].dtype)
+                       for datum in data])
+    check_lengths([share[share != 0] for share in weights], given, name, scalars=True)
     rows = []
-    for values, mask in zip(given, masks):
-        values = torch.as_tensor(values, dtype=torch.get_default_dtype())
-        row = torch.zeros(mask.shape, dtype=values.dtype)
-        row[mask] = values
+    for values, share in zip(given, weights):
+        row = torch.zeros_like(share)
+        row[share != 0] = torch.as_tensor(values, dtype=row.dtype)
         rows.append(row)
     return padded(rows)

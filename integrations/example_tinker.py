@@ -1,0 +1,257 @@
+"""GRPO with a KL penalty through Tinker's API: a training loop that compares the methods.
+
+    python -m integrations.example_tinker             four methods, about two minutes on two cores
+    python -m integrations.example_tinker "in the advantages"     one method of METHODS, by name
+    python -m integrations.example_tinker --save      all methods and seeds -> lab/results/
+
+BASE_MODEL decides where it runs. "tiny" is the built-in model behind a local stand-in for the
+service (tinker_local.py). Any other name is a model of the real service, which needs
+TINKER_API_KEY and costs money; that path has not been run here.
+"""
+import asyncio
+import csv
+import functools
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tinker
+import torch
+from tinker import types
+
+import starter
+from integrations import tinker_kl
+from integrations.tinker_local import LocalServiceClient
+
+BASE_MODEL = "tiny"  # or a model of the service, such as "Qwen/Qwen3-8B"
+
+RESULTS = Path(starter.__file__).parent / "lab" / "results"
+COEF = 1.0  # keeps the other skills of the built-in model at this learning rate (README_KL.md)
+
+# What is trained. "loss" is the built-in "ppo" or "custom"; the rest goes to make_controller().
+METHODS = {
+    "no penalty (ppo)": dict(loss="ppo"),
+    "kl_coef = 0": dict(loss="custom"),
+    "reverse (default)": dict(loss="custom", kl_coef=COEF),
+    "as printed": dict(loss="custom", kl_coef=COEF, as_printed=True),
+    "in the advantages": dict(loss="ppo", kl_coef=COEF, kl_estimator="k1", kl_in="reward"),
+    "loss_to_go": dict(loss="custom", kl_coef=COEF, kl_in="loss_to_go"),
+    "k3 as written": dict(loss="custom", kl_coef=COEF, kl_gradient="as_written"),
+    "k1 as written": dict(loss="custom", kl_coef=COEF, kl_estimator="k1",
+                          kl_gradient="as_written", reproduce_paper=True),
+    "clip": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="clip"),
+    "length_normalized": dict(loss="custom", kl_coef=COEF,
+                              kl_adaptation_method="length_normalized"),
+    "dynamic": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="dynamic",
+                    reward_threshold=0.7),
+    "sigmoid": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="sigmoid"),
+    "target_sound": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="target_sound",
+                         kl_target=0.05),
+    "dynamic_sound+clip_sound": dict(loss="custom", kl_coef=COEF, reward_threshold=0.7,
+                                     kl_adaptation_method="dynamic_sound+clip_sound"),
+}
+SHOWN = ["no penalty (ppo)", "kl_coef = 0", "reverse (default)", "as printed"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of a run, with the values for the built-in model."""
+    n_steps: int = 40
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_tokens: int = 16
+    learning_rate: float = 6e-4  # twice the rate of starter.TINY: enough to forget in 40 steps
+    epochs: int = 1  # optimiser steps per rollout
+    cliprange: float = 0.2
+    normalize_by_std: bool = True
+    n_eval: int = 100  # held-out problems of the task, and of each other skill
+    seed: int = 0
+
+
+REAL = Settings(max_tokens=512, learning_rate=4e-5, n_eval=50)  # a start, not measured
+
+
+def make_service(base_model):
+    return LocalServiceClient() if base_model == "tiny" else tinker.ServiceClient()
+
+
+def load_data(base_model, cfg):
+    """Returns training problems, held-out problems, and problems of skills that are not trained."""
+    if base_model != "tiny":
+        made = [starter.make_countdown(n, held_out, cfg.seed)
+                for n, held_out in ((2000, False), (cfg.n_eval, True))]
+        return *made, []
+    made = [starter.make_countdown(n, held_out, cfg.seed, **starter.SMALL_COUNTDOWN)
+            for n, held_out in ((2000, False), (cfg.n_eval, True))]
+    path = Path(starter.find_model("tiny")) / "retention.jsonl"
+    skills = starter.read_jsonl(path, ("skill", "prompt", "answer"))
+    per_skill = {name: [row for row in skills if row["skill"] == name]
+                 for name in sorted({row["skill"] for row in skills})}
+    return *made, [row for rows in per_skill.values() for row in rows[:cfg.n_eval]]
+
+
+async def sample(client, prompts, n, cfg, temperature, seed):
+    """-> B = P * n prompts, responses and log-probs as lists, group after group. All requests run
+    at the same time."""
+    requests = [client.sample(
+        prompt=types.ModelInput.from_ints(prompt), num_samples=n,
+        sampling_params=types.SamplingParams(max_tokens=cfg.max_tokens, temperature=temperature,
+                                             seed=seed + i * n))
+        for i, prompt in enumerate(prompts)]
+    sequences = [sequence for response in await asyncio.gather(*requests)
+                 for sequence in response.sequences]
+    return ([prompt for prompt in prompts for _ in range(n)],
+            [sequence.tokens for sequence in sequences],
+            [sequence.logprobs for sequence in sequences])
+
+
+def rewards_of(responses, problems, tokenizer):
+    """Countdown by starter.reward_fn, another skill by its answer."""
+    rewards = []
+    for tokens, problem in zip(responses, problems, strict=True):
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        rewards.append(starter.reward_fn(text, problem))
+    return rewards
+
+
+async def evaluate(client, ref_client, tokenizer, problems, skills, cfg):
+    """Returns the share solved greedily, that of the other skills, and the KL per token of
+    responses that are sampled at temperature 1."""
+    shares = []
+    for some in (problems, skills):
+        prompts = starter.prompt_ids_of(some, tokenizer)
+        _, responses, _ = await sample(client, prompts, 1, cfg, 0.0, seed=1)
+        solved = [reward >= 1.0 for reward in rewards_of(responses, some, tokenizer)]
+        shares.append(statistics.mean(solved) if some else float("nan"))
+    prompts = starter.prompt_ids_of(problems, tokenizer)
+    asked = await sample(client, prompts, 4, cfg, 1.0, seed=10**6)
+    ref_logprobs = await tinker_kl.compute_reference_logprobs(ref_client, *asked[:2])
+    own, ref = (torch.tensor(sum(rows, [])) for rows in (asked[2], ref_logprobs))
+    kl = starter.compute_kl_divergence(own, ref, "k3").mean().item()
+    return {"solved": shares[0], "other_skills": shares[1], "kl_per_token": kl}
+
+
+async def update(training_client, rollout, ref_logprobs, method, controller, cfg):
+    """One optimiser step on a rollout (prompts, responses, log-probs, advantages). Returns the
+    metrics of the forward and backward pass."""
+    prompts, responses, logprobs, advantages = rollout
+    beta = controller.beta if controller else 0.0
+    if method["loss"] == "ppo":
+        if controller:
+            advantages = tinker_kl.advantages_with_kl(advantages, logprobs, ref_logprobs, beta,
+                                                      controller.settings)
+        datums = tinker_kl.make_ppo_datums(prompts, responses, logprobs, advantages)
+        future = training_client.forward_backward(
+            datums, "ppo", tinker_kl.ppo_loss_fn_config(cfg.cliprange))
+    else:
+        kl = {"kl": controller.settings} if controller else {}
+        loss_fn = functools.partial(
+            tinker_kl.compute_grpo_kl_loss, kl_coef=beta, cliprange=cfg.cliprange,
+            advantages=advantages, old_logprobs=logprobs, ref_logprobs=ref_logprobs,
+            as_printed=method.get("as_printed", False), **kl)
+        datums = tinker_kl.make_datums(prompts, responses)
+        future = training_client.forward_backward_custom(datums, loss_fn)
+    # The next request is sent before this one is done: the service then runs them back to back.
+    step = training_client.optim_step(types.AdamParams(learning_rate=cfg.learning_rate))
+    result = await future
+    await step
+    return result.metrics
+
+
+async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
+    """Trains with a method of METHODS. Returns the numbers of the run, and its training client."""
+    method = METHODS[name]
+    options = {key: value for key, value in method.items() if key not in ("loss", "as_printed")}
+    controller = None
+    if options:
+        controller = tinker_kl.make_controller(max_new_tokens=cfg.max_tokens, **options)
+    service = make_service(base_model)
+    training_client = await service.create_lora_training_client(base_model=base_model, rank=32)
+    ref_client = await service.create_sampling_client(base_model=base_model)
+    tokenizer = training_client.get_tokenizer()
+    problems, held_out, skills = load_data(base_model, cfg)
+    rows, start = [], time.perf_counter()
+    for step in range(cfg.n_steps):
+        began = time.perf_counter()
+        client = await training_client.save_weights_and_get_sampling_client()
+        asked = starter.problems_of_step(problems, step, cfg.prompts_per_step, cfg.seed)
+        prompts, responses, logprobs = await sample(
+            client, starter.prompt_ids_of(asked, tokenizer), cfg.group_size, cfg, 1.0,
+            seed=cfg.seed * 10**7 + step * 10**4)
+        rewards = rewards_of(responses, [p for p in asked for _ in range(cfg.group_size)],
+                             tokenizer)
+        advantages, stats = tinker_kl.compute_advantages(rewards, cfg.group_size,
+                                                         cfg.normalize_by_std)
+        sampled = time.perf_counter()
+        ref_logprobs = None
+        if controller:
+            ref_logprobs = await tinker_kl.compute_reference_logprobs(ref_client, prompts,
+                                                                      responses)
+        scored = time.perf_counter()
+        beta = controller.beta if controller else 0.0
+        for _ in range(cfg.epochs):
+            metrics = await update(training_client, (prompts, responses, logprobs, advantages),
+                                   ref_logprobs, method, controller, cfg)
+            if controller:
+                # The built-in "ppo" reports no KL; in the first epoch the sampler's is the same.
+                own, ref = (torch.tensor(sum(x, [])) for x in (logprobs, ref_logprobs))
+                measured = starter.compute_kl_divergence(own, ref, "k3").mean().item()
+                controller.update(metrics.get("kl_per_token", measured), stats["reward_mean"])
+        rows.append({"reward": stats["reward_mean"], "beta": beta,
+                     "length": statistics.mean(map(len, responses)),
+                     "sample_s": sampled - began, "reference_s": scored - sampled,
+                     "update_s": time.perf_counter() - scored})
+        if (step + 1) % 10 == 0:
+            log(f"{name} | step {step + 1} | reward {stats['reward_mean']:.3f} | beta {beta:.3g}"
+                f" | {time.perf_counter() - start:.0f} s")
+    client = await training_client.save_weights_and_get_sampling_client()
+    after = await evaluate(client, ref_client, tokenizer, held_out, skills, cfg)
+    tenth = max(1, cfg.n_steps // 6)
+    seconds = {key: statistics.median(row[key] for row in rows)
+               for key in ("sample_s", "reference_s", "update_s")}
+    return {"method": name, "seed": cfg.seed, "steps": cfg.n_steps,
+            "reward_first": statistics.mean(row["reward"] for row in rows[:tenth]),
+            "reward_last": statistics.mean(row["reward"] for row in rows[-tenth:]),
+            **after, "beta_last": rows[-1]["beta"],
+            "length_last": statistics.mean(row["length"] for row in rows[-tenth:]), **seconds,
+            }, training_client
+
+
+def table(rows):
+    """Returns the runs as lines of text."""
+    names = ["reward_first", "reward_last", "solved", "other_skills", "kl_per_token", "beta_last",
+             "length_last"]
+    lines = [f"{'method':26}" + "".join(f"{name:>14}" for name in names)]
+    for row in rows:
+        lines.append(f"{row['method']:26}" + "".join(f"{row[name]:14.3f}" for name in names))
+    return "\n".join(lines)
+
+
+def save(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([{key: round(value, 5) if isinstance(value, float) else value
+                           for key, value in row.items()} for row in rows])
+
+
+def main(arguments):
+    keep = "--save" in arguments
+    names = [name for name in arguments if name != "--save"] or (list(METHODS) if keep else SHOWN)
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise starter.InputError(f"{unknown[0]!r} is not a method; use one of {list(METHODS)}")
+    rows = []
+    for seed in (0, 1, 2) if keep else (0,):
+        for name in names:
+            settings = Settings(seed=seed) if BASE_MODEL == "tiny" else REAL
+            rows.append(asyncio.run(train(name, settings))[0])
+            if keep:
+                save(RESULTS / "tinker_runs.csv", rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
