@@ -9,6 +9,7 @@ Two things differ from the service: all weights are trained and not a LoRA adapt
 network, so seconds measured here are not those of the service.
 """
 import copy
+import functools
 import itertools
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,31 +23,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 import starter
 
-# The loss_fn_inputs of each built-in loss: all of them, and nothing else.
-LOSS_INPUTS = {
-    "cross_entropy": {"target_tokens", "weights"},
-    "importance_sampling": {"target_tokens", "logprobs", "advantages"},
-    "ppo": {"target_tokens", "logprobs", "advantages"},
-}
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # absolute ratios
 
 
-def cross_entropy(log_probs, inputs):
-    return -(log_probs * inputs["weights"]).sum()
+def cross_entropy(log_probs, target_tokens, weights):
+    return -(log_probs * weights).sum()
 
 
-def importance_sampling(log_probs, inputs):
-    return -(torch.exp(log_probs - inputs["logprobs"]) * inputs["advantages"]).sum()
-
-
-def ppo(log_probs, inputs, clip_low_threshold, clip_high_threshold):
-    ratio = torch.exp(log_probs - inputs["logprobs"])
-    clipped = torch.clamp(ratio, clip_low_threshold, clip_high_threshold)
-    advantages = inputs["advantages"]
+def ppo(log_probs, target_tokens, logprobs, advantages, config):
+    ratio = torch.exp(log_probs - logprobs)
+    clipped = torch.clamp(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
     return -torch.minimum(ratio * advantages, clipped * advantages).sum()
 
 
-BUILT_IN = {"cross_entropy": cross_entropy, "importance_sampling": importance_sampling, "ppo": ppo}
+# The loss_fn_inputs of each built-in loss: all of them, and nothing else.
+LOSS_INPUTS = {"cross_entropy": {"target_tokens", "weights"},
+               "ppo": {"target_tokens", "logprobs", "advantages"}}
 
 
 def run_in(thread, function, *args) -> APIFuture:
@@ -85,8 +77,7 @@ class LocalServiceClient:
     def create_sampling_client(self, model_path=None, base_model=None):
         """-> future of a LocalSamplingClient on the weights that nobody trained."""
         if model_path is not None or base_model is None:
-            raise ValueError("the local service samples from base_model; saved weights come from "
-                             "training_client.save_weights_and_get_sampling_client()")
+            raise ValueError("the local service needs base_model, and has no model_path")
         return run_in(self.thread, lambda: LocalSamplingClient(
             copy.deepcopy(self.base_model), self.tokenizer))
 
@@ -105,8 +96,7 @@ class LocalTrainingClient:
     def submit(self, function, *args):
         def run():
             if self.failed is not None:
-                raise RuntimeError("a previous request failed; this training client takes no "
-                                   "others") from self.failed
+                raise RuntimeError("a request before this one failed") from self.failed
             try:
                 return function(*args)
             except BaseException as error:
@@ -130,14 +120,13 @@ class LocalTrainingClient:
         return self.submit(self._optim_step, adam_params)
 
     def save_weights_and_get_sampling_client(self):
-        return self.submit(
-            lambda: LocalSamplingClient(copy.deepcopy(self.model), self.tokenizer))
+        return self.submit(lambda: LocalSamplingClient(copy.deepcopy(self.model), self.tokenizer))
 
     # What follows runs in the client's thread.
 
     def _check(self, data, loss_fn, config):
-        if loss_fn not in BUILT_IN:
-            raise ValueError(f"loss_fn = {loss_fn!r}; the local service has {list(BUILT_IN)}")
+        if loss_fn not in LOSS_INPUTS:
+            raise ValueError(f"loss_fn = {loss_fn!r}; the local service has {list(LOSS_INPUTS)}")
         if not data:
             raise ValueError("No data provided")
         unknown = set(config) - (set(CLIP) if loss_fn == "ppo" else set())
@@ -164,16 +153,15 @@ class LocalTrainingClient:
         return [row[own] for row, own in zip(log_probs, mask)]
 
     def _run(self, data, loss_fn, config, backward):
-        config = dict(config or {})
-        self._check(data, loss_fn, config)
+        self._check(data, loss_fn, config or {})
+        loss = cross_entropy
         if loss_fn == "ppo":
-            config = CLIP | config
-        total = 0.0
+            loss = functools.partial(ppo, config=CLIP | dict(config or {}))
         with torch.set_grad_enabled(backward):
             log_probs = self._log_probs(data)
-            for datum, row in zip(data, log_probs):
-                inputs = {name: x.to_torch() for name, x in datum.loss_fn_inputs.items()}
-                total = total + BUILT_IN[loss_fn](row, inputs, **config)
+            inputs = [{name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
+                      for datum in data]
+            total = sum(loss(row, **own) for row, own in zip(log_probs, inputs))
         if backward:
             total.backward()
         return types.ForwardBackwardOutput(
@@ -183,14 +171,14 @@ class LocalTrainingClient:
             metrics={"loss:sum": float(total.detach())})
 
     def _run_custom(self, data, loss_fn):
-        asked = []
-        for datum in data:
-            targets = datum.loss_fn_inputs["target_tokens"]
-            zeros = torch.zeros(len(targets.data))
-            weights = datum.loss_fn_inputs.get("weights", zeros)
-            asked.append(types.Datum(model_input=datum.model_input, loss_fn_inputs={
-                "target_tokens": targets, "weights": weights}))
-        forward = self._run(asked, "cross_entropy", None, False)
+        def sent(weights_of_each):
+            # All that the service sees of the datums.
+            return [types.Datum(model_input=datum.model_input, loss_fn_inputs={
+                "target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": weights})
+                for datum, weights in zip(data, weights_of_each)]
+
+        zeros = [torch.zeros(datum.model_input.length) for datum in data]
+        forward = self._run(sent(zeros), "cross_entropy", None, False)
         leaves = [output["logprobs"].to_torch().clone().requires_grad_(True)
                   for output in forward.loss_fn_outputs]
         loss, metrics = loss_fn(data, leaves)
@@ -198,12 +186,8 @@ class LocalTrainingClient:
         if any(leaf.grad is None for leaf in leaves):
             raise ValueError("No gradient computed for logprob tensor")
         # cross_entropy is -(log-probs * weights).sum(), hence the sign.
-        weighted = [types.Datum(model_input=datum.model_input, loss_fn_inputs={
-            "target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": -leaf.grad})
-            for datum, leaf in zip(data, leaves)]
-        result = self._run(weighted, "cross_entropy", None, True)
-        surrogate = {"surrogate_loss:sum": result.metrics["loss:sum"]}
-        result.metrics.update({**metrics, "loss:sum": float(loss.detach()), **surrogate})
+        result = self._run(sent([-leaf.grad for leaf in leaves]), "cross_entropy", None, True)
+        result.metrics.update({**metrics, "loss:sum": float(loss.detach())})
         return result
 
     def _optim_step(self, params):
@@ -214,8 +198,8 @@ class LocalTrainingClient:
         self.optimizer.param_groups[0].update(
             lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps,
             weight_decay=params.weight_decay)
-        limit = params.grad_clip_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(),
+                                              params.grad_clip_norm or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return types.OptimStepResponse(metrics={"grad_norm": float(norm)})
@@ -250,9 +234,6 @@ class LocalSamplingClient:
         self.waiting = []  # (future, what to do with a list of requests, request)
         self.names = map("sequence-{}".format, itertools.count())
 
-    def get_tokenizer(self):
-        return self.tokenizer
-
     def sample(self, prompt, num_samples, sampling_params):
         """-> future of a SampleResponse. Sequence j of a request draws with its seed + j."""
         params = sampling_params
@@ -276,9 +257,12 @@ class LocalSamplingClient:
         waiting, self.waiting = self.waiting, []
         for serve in dict.fromkeys(serve for _, serve, _ in waiting):
             of_kind = [(future, request) for future, kind, request in waiting if kind == serve]
-            answers = serve([request for _, request in of_kind])
-            for (future, _), answer in zip(of_kind, answers, strict=True):
-                future._future.set_result(answer)
+            try:
+                for (future, _), answer in zip(of_kind, serve([x for _, x in of_kind])):
+                    future._future.set_result(answer)
+            except Exception as error:  # who waits for one of them must hear of it
+                for future, _ in of_kind:
+                    future._future.set_exception(error)
 
     def _sample(self, requests):
         """Neighbours that ask for the same and whose seeds follow one another are one rollout."""
