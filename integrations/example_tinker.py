@@ -2,7 +2,8 @@
 
     python -m integrations.example_tinker             four methods, about two minutes on two cores
     python -m integrations.example_tinker "in the advantages"     one method of METHODS, by name
-    python -m integrations.example_tinker --save      all methods and seeds -> lab/results/
+    python -m integrations.example_tinker --save      all methods and SEEDS -> lab/results/
+    python -m integrations.example_tinker --cost      what a custom loss costs -> lab/results/
 
 BASE_MODEL decides where it runs. "tiny" is the built-in model behind a local stand-in for the
 service (tinker_local.py). Any other name is a model of the real service, which needs
@@ -20,6 +21,7 @@ from pathlib import Path
 import tinker
 import torch
 from tinker import types
+from torch.utils.flop_counter import FlopCounterMode
 
 import starter
 from integrations import tinker_kl
@@ -31,27 +33,26 @@ RESULTS = Path(starter.__file__).parent / "lab" / "results"
 COEF = 1.0  # keeps the other skills of the built-in model at this learning rate (README_KL.md)
 
 # What is trained. "loss" is the built-in "ppo" or "custom"; the rest goes to make_controller().
+IN_LOSS = dict(loss="custom", kl_coef=COEF)
 METHODS = {
     "no penalty (ppo)": dict(loss="ppo"),
     "kl_coef = 0": dict(loss="custom"),
-    "reverse (default)": dict(loss="custom", kl_coef=COEF),
-    "as printed": dict(loss="custom", kl_coef=COEF, as_printed=True),
+    "reverse (default)": IN_LOSS,
+    "as printed": IN_LOSS | dict(as_printed=True),
     "in the advantages": dict(loss="ppo", kl_coef=COEF, kl_estimator="k1", kl_in="reward"),
-    "loss_to_go": dict(loss="custom", kl_coef=COEF, kl_in="loss_to_go"),
-    "k3 as written": dict(loss="custom", kl_coef=COEF, kl_gradient="as_written"),
-    "k1 as written": dict(loss="custom", kl_coef=COEF, kl_estimator="k1",
-                          kl_gradient="as_written", reproduce_paper=True),
-    "clip": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="clip"),
-    "length_normalized": dict(loss="custom", kl_coef=COEF,
-                              kl_adaptation_method="length_normalized"),
-    "dynamic": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="dynamic",
-                    reward_threshold=0.7),
-    "sigmoid": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="sigmoid"),
-    "target_sound": dict(loss="custom", kl_coef=COEF, kl_adaptation_method="target_sound",
-                         kl_target=0.05),
-    "dynamic_sound+clip_sound": dict(loss="custom", kl_coef=COEF, reward_threshold=0.7,
-                                     kl_adaptation_method="dynamic_sound+clip_sound"),
+    "loss_to_go": IN_LOSS | dict(kl_in="loss_to_go"),
+    "k3 as written": IN_LOSS | dict(kl_gradient="as_written"),
+    "k1 as written": IN_LOSS | dict(kl_estimator="k1", kl_gradient="as_written",
+                                    reproduce_paper=True),
+    "clip": IN_LOSS | dict(kl_adaptation_method="clip"),
+    "length_normalized": IN_LOSS | dict(kl_adaptation_method="length_normalized"),
+    "dynamic": IN_LOSS | dict(kl_adaptation_method="dynamic", reward_threshold=0.7),
+    "sigmoid": IN_LOSS | dict(kl_adaptation_method="sigmoid"),
+    "target_sound": IN_LOSS | dict(kl_adaptation_method="target_sound", kl_target=0.05),
+    "dynamic_sound+clip_sound": IN_LOSS | dict(kl_adaptation_method="dynamic_sound+clip_sound",
+                                               reward_threshold=0.7),
 }
+SEEDS = (0, 1, 2)
 SHOWN = ["no penalty (ppo)", "kl_coef = 0", "reverse (default)", "as printed"]
 
 
@@ -79,12 +80,11 @@ def make_service(base_model):
 
 def load_data(base_model, cfg):
     """Returns training problems, held-out problems, and problems of skills that are not trained."""
-    if base_model != "tiny":
-        made = [starter.make_countdown(n, held_out, cfg.seed)
-                for n, held_out in ((2000, False), (cfg.n_eval, True))]
-        return *made, []
-    made = [starter.make_countdown(n, held_out, cfg.seed, **starter.SMALL_COUNTDOWN)
+    size = starter.SMALL_COUNTDOWN if base_model == "tiny" else {}
+    made = [starter.make_countdown(n, held_out, cfg.seed, **size)
             for n, held_out in ((2000, False), (cfg.n_eval, True))]
+    if base_model != "tiny":
+        return *made, []
     path = Path(starter.find_model("tiny")) / "retention.jsonl"
     skills = starter.read_jsonl(path, ("skill", "prompt", "answer"))
     per_skill = {name: [row for row in skills if row["skill"] == name]
@@ -108,12 +108,15 @@ async def sample(client, prompts, n, cfg, temperature, seed):
 
 
 def rewards_of(responses, problems, tokenizer):
-    """Countdown by starter.reward_fn, another skill by its answer."""
-    rewards = []
-    for tokens, problem in zip(responses, problems, strict=True):
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        rewards.append(starter.reward_fn(text, problem))
-    return rewards
+    """Compares the last <answer> with what the problem asks for (starter.reward_fn)."""
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in responses]
+    return [starter.reward_fn(text, problem) for text, problem in zip(texts, problems)]
+
+
+def kl_per_token(logprobs, ref_logprobs):
+    """B lists of log-probs of sampled tokens, and of the reference -> mean k3 in nats."""
+    own, ref = (torch.tensor(sum(rows, [])) for rows in (logprobs, ref_logprobs))
+    return starter.compute_kl_divergence(own, ref, "k3").mean().item()
 
 
 async def evaluate(client, ref_client, tokenizer, problems, skills, cfg):
@@ -128,14 +131,12 @@ async def evaluate(client, ref_client, tokenizer, problems, skills, cfg):
     prompts = starter.prompt_ids_of(problems, tokenizer)
     asked = await sample(client, prompts, 4, cfg, 1.0, seed=10**6)
     ref_logprobs = await tinker_kl.compute_reference_logprobs(ref_client, *asked[:2])
-    own, ref = (torch.tensor(sum(rows, [])) for rows in (asked[2], ref_logprobs))
-    kl = starter.compute_kl_divergence(own, ref, "k3").mean().item()
-    return {"solved": shares[0], "other_skills": shares[1], "kl_per_token": kl}
+    return {"solved": shares[0], "other_skills": shares[1],
+            "kl_per_token": kl_per_token(asked[2], ref_logprobs)}
 
 
 async def update(training_client, rollout, ref_logprobs, method, controller, cfg):
-    """One optimiser step on a rollout (prompts, responses, log-probs, advantages). Returns the
-    metrics of the forward and backward pass."""
+    """One optimiser step on a rollout (prompts, responses, log-probs, advantages) -> metrics."""
     prompts, responses, logprobs, advantages = rollout
     beta = controller.beta if controller else 0.0
     if method["loss"] == "ppo":
@@ -172,7 +173,7 @@ async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
     ref_client = await service.create_sampling_client(base_model=base_model)
     tokenizer = training_client.get_tokenizer()
     problems, held_out, skills = load_data(base_model, cfg)
-    rows, start = [], time.perf_counter()
+    rows = []
     for step in range(cfg.n_steps):
         began = time.perf_counter()
         client = await training_client.save_weights_and_get_sampling_client()
@@ -180,8 +181,8 @@ async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
         prompts, responses, logprobs = await sample(
             client, starter.prompt_ids_of(asked, tokenizer), cfg.group_size, cfg, 1.0,
             seed=cfg.seed * 10**7 + step * 10**4)
-        rewards = rewards_of(responses, [p for p in asked for _ in range(cfg.group_size)],
-                             tokenizer)
+        of_each = [problem for problem in asked for _ in range(cfg.group_size)]
+        rewards = rewards_of(responses, of_each, tokenizer)
         advantages, stats = tinker_kl.compute_advantages(rewards, cfg.group_size,
                                                          cfg.normalize_by_std)
         sampled = time.perf_counter()
@@ -194,62 +195,104 @@ async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
         for _ in range(cfg.epochs):
             metrics = await update(training_client, (prompts, responses, logprobs, advantages),
                                    ref_logprobs, method, controller, cfg)
-            if controller:
-                # The built-in "ppo" reports no KL; in the first epoch the sampler's is the same.
-                own, ref = (torch.tensor(sum(x, [])) for x in (logprobs, ref_logprobs))
-                measured = starter.compute_kl_divergence(own, ref, "k3").mean().item()
-                controller.update(metrics.get("kl_per_token", measured), stats["reward_mean"])
+            if controller:  # the built-in "ppo" reports no KL: then that of the rollout
+                kl = metrics.get("kl_per_token", kl_per_token(logprobs, ref_logprobs))
+                controller.update(kl, stats["reward_mean"])
         rows.append({"reward": stats["reward_mean"], "beta": beta,
                      "length": statistics.mean(map(len, responses)),
                      "sample_s": sampled - began, "reference_s": scored - sampled,
                      "update_s": time.perf_counter() - scored})
         if (step + 1) % 10 == 0:
-            log(f"{name} | step {step + 1} | reward {stats['reward_mean']:.3f} | beta {beta:.3g}"
-                f" | {time.perf_counter() - start:.0f} s")
+            log(f"{name} | step {step + 1} | reward {stats['reward_mean']:.3f} | beta {beta:.3g}")
     client = await training_client.save_weights_and_get_sampling_client()
     after = await evaluate(client, ref_client, tokenizer, held_out, skills, cfg)
-    tenth = max(1, cfg.n_steps // 6)
-    seconds = {key: statistics.median(row[key] for row in rows)
-               for key in ("sample_s", "reference_s", "update_s")}
+    few = max(1, cfg.n_steps // 6)  # first and last steps
+    seconds = {key: statistics.median(row[key] for row in rows) for key in list(rows[0])[-3:]}
     return {"method": name, "seed": cfg.seed, "steps": cfg.n_steps,
-            "reward_first": statistics.mean(row["reward"] for row in rows[:tenth]),
-            "reward_last": statistics.mean(row["reward"] for row in rows[-tenth:]),
+            "reward_first": statistics.mean(row["reward"] for row in rows[:few]),
+            "reward_last": statistics.mean(row["reward"] for row in rows[-few:]),
             **after, "beta_last": rows[-1]["beta"],
-            "length_last": statistics.mean(row["length"] for row in rows[-tenth:]), **seconds,
-            }, training_client
+            "length_last": statistics.mean(row["length"] for row in rows[-few:]),
+            **seconds}, training_client
+
+
+def measure_cost(cfg=Settings(), repeats=15):
+    """Forward and backward pass of one rollout on the local stand-in, each way in turn. Returns
+    the floating-point operations that torch counts, and median seconds."""
+    service = make_service("tiny")
+    training_client = service.create_lora_training_client(base_model="tiny").result()
+    ref_client = service.create_sampling_client(base_model="tiny").result()
+    problems = load_data("tiny", cfg)[0][:cfg.prompts_per_step]
+    asked = starter.prompt_ids_of(problems, training_client.get_tokenizer())
+    prompts, responses, logprobs = asyncio.run(
+        sample(ref_client, asked, cfg.group_size, cfg, 1.0, seed=0))
+    advantages = [1.0, -1.0] * (len(responses) // 2)
+    ppo = tinker_kl.make_ppo_datums(prompts, responses, logprobs, advantages)
+    datums = tinker_kl.make_datums(prompts, responses)
+
+    def reference():
+        return asyncio.run(tinker_kl.compute_reference_logprobs(ref_client, prompts, responses))
+
+    def custom(ref_logprobs):
+        # _run and _run_custom do the work here and not in the client's thread.
+        training_client._run_custom(datums, functools.partial(
+            tinker_kl.compute_grpo_kl_loss, kl_coef=COEF, advantages=advantages,
+            old_logprobs=logprobs, ref_logprobs=ref_logprobs))
+
+    ways = {"built-in ppo": lambda: training_client._run(ppo, "ppo", None, True),
+            "ppo and reference": lambda: (reference(),
+                                          training_client._run(ppo, "ppo", None, True)),
+            "custom loss": lambda: custom(logprobs),
+            "custom loss and reference": lambda: custom(reference())}
+    rows = {name: {"way": name, "seconds": []} for name in ways}
+    for name, way in ways.items():
+        with FlopCounterMode(display=False) as counter:
+            way()
+        rows[name]["gflop"] = counter.get_total_flops() / 1e9
+    for name, way in list(ways.items()) * repeats:
+        began = time.perf_counter()
+        way()
+        rows[name]["seconds"].append(time.perf_counter() - began)
+    base = rows["built-in ppo"]
+    for row in rows.values():
+        row["seconds"] = statistics.median(row["seconds"])
+    return [row | {f"{key}_ratio": row[key] / base[key] for key in ("gflop", "seconds")}
+            for row in rows.values()]
 
 
 def table(rows):
     """Returns the runs as lines of text."""
-    names = ["reward_first", "reward_last", "solved", "other_skills", "kl_per_token", "beta_last",
-             "length_last"]
+    names = list(rows[0])[3:-3]
     lines = [f"{'method':26}" + "".join(f"{name:>14}" for name in names)]
     for row in rows:
         lines.append(f"{row['method']:26}" + "".join(f"{row[name]:14.3f}" for name in names))
     return "\n".join(lines)
 
 
-def save(path, rows):
-    with open(path, "w", newline="") as file:
+def save(name, rows):
+    rows = [{key: round(value, 5) if isinstance(value, float) else value
+             for key, value in row.items()} for row in rows]
+    with open(RESULTS / name, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows([{key: round(value, 5) if isinstance(value, float) else value
-                           for key, value in row.items()} for row in rows])
+        writer.writerows(rows)
 
 
 def main(arguments):
     keep = "--save" in arguments
+    if "--cost" in arguments:
+        return save("tinker_cost.csv", measure_cost())
     names = [name for name in arguments if name != "--save"] or (list(METHODS) if keep else SHOWN)
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise starter.InputError(f"{unknown[0]!r} is not a method; use one of {list(METHODS)}")
+    for name in names:
+        if name not in METHODS:
+            raise starter.InputError(f"{name!r} is not a method; use one of {list(METHODS)}")
     rows = []
-    for seed in (0, 1, 2) if keep else (0,):
+    for seed in SEEDS if keep else SEEDS[:1]:
         for name in names:
             settings = Settings(seed=seed) if BASE_MODEL == "tiny" else REAL
             rows.append(asyncio.run(train(name, settings))[0])
             if keep:
-                save(RESULTS / "tinker_runs.csv", rows)
+                save("tinker_runs.csv", rows)
     print(table(rows))
 
 

@@ -13,7 +13,6 @@ import functools
 import itertools
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy
 import torch
@@ -64,8 +63,7 @@ class LocalServiceClient:
 
     def __init__(self, model=None, tokenizer=None):
         if model is None:
-            folder = starter.find_model("tiny")
-            model, tokenizer = starter.init_policy(Path(folder), torch.device("cpu"))
+            model, tokenizer = starter.init_policy(starter.find_model("tiny"), torch.device("cpu"))
         self.base_model, self.tokenizer = model, tokenizer
         self.thread = ThreadPoolExecutor(max_workers=1)
 
@@ -231,7 +229,7 @@ class LocalSamplingClient:
 
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
-        self.waiting = []  # (future, what to do with a list of requests, request)
+        self.waiting = []  # (future, what serves it, request)
         self.names = map("sequence-{}".format, itertools.count())
 
     def sample(self, prompt, num_samples, sampling_params):
@@ -294,7 +292,6 @@ class LocalSamplingClient:
 
 
 def sampled_sequence(response, name):
-    """A starter.Response -> SampledSequence."""
     return types.SampledSequence(
         stop_reason="stop" if response.finished else "length", sequence_id=name,
         tokens_np=numpy.array(response.response_ids, dtype=numpy.int32),
