@@ -1,7 +1,7 @@
 """GRPO with a KL penalty through Tinker's API: a training loop that compares the methods.
 
     python -m integrations.example_tinker             four methods, about two minutes on two cores
-    python -m integrations.example_tinker "in the advantages"     one method of METHODS, by name
+    python -m integrations.example_tinker clip        one method of METHODS, by name
     python -m integrations.example_tinker --save      all methods and SEEDS -> lab/results/
     python -m integrations.example_tinker --cost      what a custom loss costs -> lab/results/
 
@@ -102,9 +102,8 @@ async def sample(client, prompts, n, cfg, temperature, seed):
         for i, prompt in enumerate(prompts)]
     sequences = [sequence for response in await asyncio.gather(*requests)
                  for sequence in response.sequences]
-    return ([prompt for prompt in prompts for _ in range(n)],
-            [sequence.tokens for sequence in sequences],
-            [sequence.logprobs for sequence in sequences])
+    asked = [prompt for prompt in prompts for _ in range(n)]
+    return asked, [own.tokens for own in sequences], [own.logprobs for own in sequences]
 
 
 def rewards_of(responses, problems, tokenizer):
@@ -154,14 +153,14 @@ async def update(training_client, rollout, ref_logprobs, method, controller, cfg
             as_printed=method.get("as_printed", False), **kl)
         datums = tinker_kl.make_datums(prompts, responses)
         future = training_client.forward_backward_custom(datums, loss_fn)
-    # The next request is sent before this one is done: the service then runs them back to back.
+    # Sent before the request above is done, so that the service runs them back to back.
     step = training_client.optim_step(types.AdamParams(learning_rate=cfg.learning_rate))
     result = await future
     await step
     return result.metrics
 
 
-async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
+async def train(name, cfg=Settings(), base_model=BASE_MODEL):
     """Trains with a method of METHODS. Returns the numbers of the run, and its training client."""
     method = METHODS[name]
     options = {key: value for key, value in method.items() if key not in ("loss", "as_printed")}
@@ -203,7 +202,7 @@ async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
                      "sample_s": sampled - began, "reference_s": scored - sampled,
                      "update_s": time.perf_counter() - scored})
         if (step + 1) % 10 == 0:
-            log(f"{name} | step {step + 1} | reward {stats['reward_mean']:.3f} | beta {beta:.3g}")
+            print(f"{name} | step {step + 1} | reward {stats['reward_mean']:.3f} | beta {beta:.3g}")
     client = await training_client.save_weights_and_get_sampling_client()
     after = await evaluate(client, ref_client, tokenizer, held_out, skills, cfg)
     few = max(1, cfg.n_steps // 6)  # first and last steps
@@ -219,7 +218,7 @@ async def train(name, cfg=Settings(), base_model=BASE_MODEL, log=print):
 def measure_cost(cfg=Settings(), repeats=15):
     """Forward and backward pass of one rollout on the local stand-in, each way in turn. Returns
     the floating-point operations that torch counts, and median seconds."""
-    service = make_service("tiny")
+    service = LocalServiceClient()
     training_client = service.create_lora_training_client(base_model="tiny").result()
     ref_client = service.create_sampling_client(base_model="tiny").result()
     problems = load_data("tiny", cfg)[0][:cfg.prompts_per_step]
@@ -239,9 +238,9 @@ def measure_cost(cfg=Settings(), repeats=15):
             tinker_kl.compute_grpo_kl_loss, kl_coef=COEF, advantages=advantages,
             old_logprobs=logprobs, ref_logprobs=ref_logprobs))
 
-    ways = {"built-in ppo": lambda: training_client._run(ppo, "ppo", None, True),
-            "ppo and reference": lambda: (reference(),
-                                          training_client._run(ppo, "ppo", None, True)),
+    built_in = functools.partial(training_client._run, ppo, "ppo", None, True)
+    ways = {"built-in ppo": built_in,
+            "ppo and reference": lambda: (reference(), built_in()),
             "custom loss": lambda: custom(logprobs),
             "custom loss and reference": lambda: custom(reference())}
     rows = {name: {"way": name, "seconds": []} for name in ways}

@@ -577,10 +577,86 @@ def start_table():
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The pages.
+# 5. Of integrations/example_tinker.py.
+
+def tinker_groups():
+    """Returns {method: rows of its seeds}, in the order in which they ran."""
+    groups = {}
+    for row in read_csv(RESULTS / "tinker_runs.csv"):
+        groups.setdefault(row["method"], []).append(row)
+    return groups
+
+
+def tinker_table():
+    """One line for each method of the example."""
+    lines = [[method, *(spread(numbers_of(rows, name), 2) for name in (
+        "reward_first", "reward_last")), per_cent(numbers_of(rows, "solved")),
+        per_cent(numbers_of(rows, "other_skills")), spread(numbers_of(rows, "kl_per_token"), 3),
+        spread(numbers_of(rows, "beta_last"), 2), spread(numbers_of(rows, "length_last"), 1)]
+        for method, rows in tinker_groups().items()]
+    return markdown(["method", "reward, first steps", "last steps", "solved, %", "other skills, %",
+                     "KL per token", "beta at the end", "length"], lines)
+
+
+def tinker_cost_table():
+    """Forward and backward pass of one rollout, each way."""
+    return markdown(["forward and backward pass", "GFLOP", "against ppo", "s", "against ppo"],
+                    [[row["way"], f"{float(row['gflop']):.1f}", f"{float(row['gflop_ratio']):.2f}",
+                      f"{float(row['seconds']):.2f}", f"{float(row['seconds_ratio']):.2f}"]
+                     for row in read_csv(RESULTS / "tinker_cost.csv")])
+
+
+def tinker_verdict_table():
+    """What the Tinker guide claims, and what the runs of the example say of it."""
+    groups = tinker_groups()
+    means = {method: {name: statistics.mean(numbers_of(rows, name)) for name in (
+        "reward_last", "solved", "other_skills", "kl_per_token")}
+        for method, rows in groups.items()}
+    off, on, printed, mended = (means[name] for name in (
+        "no penalty (ppo)", "reverse (default)", "as printed", "k1 as written"))
+    pairs = zip(groups["no penalty (ppo)"], groups["kl_coef = 0"], strict=True)
+    same = all(a[name] == b[name] for a, b in pairs for name in (
+        "reward_first", "reward_last", "solved", "other_skills", "kl_per_token", "length_last"))
+    cost = {row["way"]: row for row in read_csv(RESULTS / "tinker_cost.csv")}
+
+    def ratio(way, name):
+        return f"{float(cost[way][name]):.2f}"
+
+    lines = [
+        ["add kl_coef * (log ref - log pi) to the loss",
+         "its gradient is the same constant on every token, and 0 on average on a response; the "
+         "prompt, padded with zeros, is trained as text. KL per token "
+         f"{off['kl_per_token']:.3f} without a penalty, {printed['kl_per_token']:.3f} with it; "
+         f"other skills {whole_per_cent(off['other_skills'])} and "
+         f"{whole_per_cent(printed['other_skills'])}",
+         "no: worse than none" if printed["other_skills"] < off["other_skills"] else "no"],
+        ["the same with its sign mended (k1 as written)",
+         f"KL per token {off['kl_per_token']:.3f} without, {mended['kl_per_token']:.3f} with it",
+         "no: it penalises nothing" if mended["kl_per_token"] > 0.8 * off["kl_per_token"]
+         else "unclear"],
+        ["the penalty keeps the policy near the reference",
+         f"the default: KL per token {on['kl_per_token']:.3f} against {off['kl_per_token']:.3f}, "
+         f"other skills {whole_per_cent(on['other_skills'])} against "
+         f"{whole_per_cent(off['other_skills'])}, solved {whole_per_cent(on['solved'])} against "
+         f"{whole_per_cent(off['solved'])}, reward {on['reward_last']:.2f} against "
+         f"{off['reward_last']:.2f}",
+         "yes, with the right gradient" if on["kl_per_token"] < 0.6 * off["kl_per_token"]
+         else "no"],
+        ["kl_coef = 0 is plain GRPO", "the runs agree in every number" if same else
+         "the runs differ", "yes" if same else "no"],
+        ["1.5x FLOPs, up to 3x wall-clock",
+         f"{ratio('custom loss', 'gflop_ratio')}x the operations of ppo for the custom loss, "
+         f"{ratio('custom loss and reference', 'gflop_ratio')}x with the reference; "
+         f"{ratio('custom loss and reference', 'seconds_ratio')}x the time on the stand-in; KL in "
+         f"the advantages {ratio('ppo and reference', 'gflop_ratio')}x and "
+         f"{ratio('ppo and reference', 'seconds_ratio')}x",
+         "about right in operations; the service's wall-clock was not measured"],
+    ]
+    return markdown(["claim", "measured", "verdict"], lines)
+
 
 # --------------------------------------------------------------------------------------------------
-# Of integrations/example_trl.py: the methods inside TRL, and what a step of each costs.
+# 6. Of integrations/example_trl.py: the methods inside TRL, and what a step of each costs.
 
 def trl_method_table():
     groups = {}
@@ -603,6 +679,9 @@ def trl_cost_table():
                      "of TRL, beta = 0"], lines)
 
 
+# --------------------------------------------------------------------------------------------------
+# 7. The pages.
+
 TABLES = {
     "penalty": penalty_table, "coefficients": coefficient_table, "estimators": estimator_table,
     "methods": method_table, "engines": engine_table, "verdicts": verdict_table,
@@ -613,6 +692,8 @@ TABLES = {
     "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
+    "tinker": tinker_table, "tinker_cost": tinker_cost_table,
+    "tinker_verdicts": tinker_verdict_table,
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 
