@@ -1,6 +1,6 @@
 """GRPO with a KL penalty through Tinker's API: a training loop that compares the methods.
 
-    python -m integrations.example_tinker             four methods, about two minutes on two cores
+    python -m integrations.example_tinker             three methods, about two minutes
     python -m integrations.example_tinker clip        one method of METHODS, by name
     python -m integrations.example_tinker --save      all methods and SEEDS -> lab/results/
     python -m integrations.example_tinker --cost      what a custom loss costs -> lab/results/
@@ -53,7 +53,7 @@ METHODS = {
                                                reward_threshold=0.7),
 }
 SEEDS = (0, 1, 2)
-SHOWN = ["no penalty (ppo)", "kl_coef = 0", "reverse (default)", "as printed"]
+SHOWN = ["no penalty (ppo)", "kl_coef = 0", "reverse (default)"]
 
 
 @dataclass(frozen=True)
