@@ -153,7 +153,8 @@ def make_datums(prompt_tokens, response_tokens):
     """B lists of prompt ids, B lists of response ids -> B Datums for forward_backward_custom.
 
     They hold what old and new versions of the SDK let through: target_tokens, and weights, which
-    are 1 on the response. A weight is the share of its token in the loss: scale it for another average.
+    are 1 on the response. A weight is the share of its token in the loss: scale it for another
+    average.
     """
     return [make_datum(prompt, response, weights=[1.0] * len(response))
             for prompt, response in zip(prompt_tokens, response_tokens, strict=True)]
