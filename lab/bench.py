@@ -141,7 +141,7 @@ def one_step_run(base):
         def __init__(self, cfg, ranks):
             self.cfg = cfg
             self.ranks = ranks
-            self.state = {}
+            self.state = dict(starter.FIRST_STATE)
             self.logged = {}  # {tag: value} of the last step
 
         def remaining_steps(self):
@@ -869,7 +869,7 @@ def card_updates(size, note):
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
-    note("update: peak", size, starter.peak_memory_gb(), "GB")
+    note("update: peak", size, runs.peak_memory_gb(), "GB")
 
     # Norms, MLP and rotary positions are compiled. Attention is not: with its shapes the
     # compiler's symbolic sums never end.

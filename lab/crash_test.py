@@ -127,6 +127,7 @@ def run(settings, code, kill=None):
 def outcome(folder):
     """Returns everything that two runs of the same settings must share: hashes of the files, and
     every logged number with its step."""
+    from safetensors.torch import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     (run_folder,) = (path.parent for path in folder.glob("runs/*/config.json"))
     log = EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
@@ -137,11 +138,13 @@ def outcome(folder):
         # By time: files that were begun in the same second are read in any order.
         events = sorted(log.Scalars(tag), key=lambda event: event.wall_time)
         logged[tag] = [(event.step, event.value) for event in events]
-    last_checkpoint = max(run_folder.glob("checkpoints/step_*"))
-    files = [run_folder / "model" / "model.safetensors", *run_folder.glob("kl_by_token.json"),
-             *last_checkpoint.glob("*.safetensors")]
+    files = [run_folder / "model" / "model.safetensors", *run_folder.glob("kl_by_token.json")]
     hashes = {str(path.relative_to(run_folder)): hashlib.sha256(path.read_bytes()).hexdigest()
               for path in files}
+    # The checkpoint's state, in the same file, holds times.
+    last_checkpoint = max(run_folder.glob("checkpoints/step_*.safetensors"))
+    for name, tensor in load_file(last_checkpoint).items():
+        hashes[f"{last_checkpoint.stem} {name}"] = hashlib.sha256(tensor.numpy()).hexdigest()
     return {"log": logged, "hashes": hashes}
 
 

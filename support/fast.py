@@ -338,9 +338,8 @@ def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
     responses = []
     for start in range(0, len(prompts), prompts_at_once):
         chunk = prompts[start:start + prompts_at_once]
-        uniform = starter.uniform_numbers(sampling, start * group_size, len(chunk) * group_size,
-                                          device)
-        tokens, log_probs = [], []
+        first = start * group_size
+        draw = starter.DrawTokens(sampling, range(first, first + len(chunk) * group_size), device)
         # Autocast is around all of it, so that each weight is cast once.
         with torch.autocast(device.type, torch.bfloat16, enabled=sampling.bf16):
             hidden, cache, positions = read_prompts(policy, chunk, group_size,
@@ -348,19 +347,17 @@ def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
             hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
             running = torch.ones(len(hidden), dtype=torch.bool, device=device)
             for i in range(sampling.max_new_tokens):
-                token, log_prob = draw_tokens(head.logits(hidden), uniform[:, i:i + 1],
+                token, log_prob = draw_tokens(head.logits(hidden), draw.uniform[:, i:i + 1],
                                               sampling.temperature)
-                tokens.append(token)
-                log_probs.append(log_prob)
+                draw.tokens.append(token)
+                draw.log_probs.append(log_prob)
                 running &= ~torch.isin(token[:, 0], stop)
                 if not running.any() or i == sampling.max_new_tokens - 1:
                     break
                 out = policy.base_model(input_ids=token, position_ids=positions + i,
                                         past_key_values=cache)
                 hidden = out.last_hidden_state[:, -1]
-        rows = [ids for ids in chunk for _ in range(group_size)]
-        responses += starter.responses_of(rows, torch.cat(tokens, dim=1),
-                                          torch.cat(log_probs, dim=1), sampling.stop_token_ids)
+        responses += draw.responses([ids for ids in chunk for _ in range(group_size)])
     policy.train(was_training)
     if own_attention != "starter":
         policy.set_attn_implementation(own_attention)
@@ -516,10 +513,10 @@ def keep_freed_memory():
 
 
 @torch.no_grad()
-def differs_from_plain(policy, responses, prompts, sampling):
-    """Returns a sentence where this file computes something else than the plain functions of
-    starter.py, or "". An edit of a plain function then takes effect, although this file has a
-    faster one."""
+def check_against_plain(policy, responses, prompts, sampling):
+    """Raises RunStopped where this file computes something else than the plain functions of
+    starter.py. An edit of a plain function then takes effect, although this file has a faster
+    one."""
     rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
     labels = rows["labels"][rows["response_mask"]]
     sampling = dataclasses.replace(sampling, bf16=False, max_new_tokens=min(
@@ -536,17 +533,16 @@ def differs_from_plain(policy, responses, prompts, sampling):
                  if not torch.allclose(ours, plain, rtol=1e-3, atol=1e-3)]
     if sampled[0] != sampled[1]:
         different.append("sampling")
-    if not different:
-        return ""
-    return (f"its {different[0]} differs from that of starter.py's own functions, which may have "
-            "been edited")
+    if different:
+        raise starter.RunStopped(f"its {different[0]} differs from that of starter.py's own "
+                                 "functions, which may have been edited")
 
 
 def with_heads(head_of):
     """Returns the `compute` of this file for heads that head_of(model) returns."""
     return starter.Compute("fast", response_hidden_states, token_statistics, head_of,
                            cut_microbatches, partial(rollout, head_of=head_of), prepare, undo,
-                           differs_from_plain)
+                           check_against_plain)
 
 
 COMPUTE = with_heads(starter.lm_head_of)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,6 +51,42 @@ def head_of(model):
     return head._replace(weight=whole(module.weight))
 
 
+def shard(model):
+    """Divides the weights (FSDP2, arXiv:2304.11277). Those of a model that learns are whole from
+    its forward pass until release(), those of another until the next are needed. Gradients are
+    summed: the loss is weighted already."""
+    from torch.distributed.fsdp import fully_shard
+    body = model.base_model
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head.tied = head.weight is embedding.weight
+    layers = list(body.layers)
+    n = max(1, WEIGHTS_AT_ONCE // sum(p.numel() for p in layers[0].parameters()))
+    groups = [layers[i:i + n] for i in range(0, len(layers), n)]
+    if len(groups) == 1:  # few layers: all of them together with the embedding
+        groups = []
+    groups.append([body])
+    if not head.tied:
+        groups.append([head])
+    for modules in groups:
+        keep = False if head.weight.requires_grad else None
+        fully_shard(modules, reshard_after_forward=keep)
+        modules[0].set_reshard_after_backward(False, recurse=False)
+        modules[0].set_gradient_divide_factor(1.0)
+        modules[0].set_force_sum_reduction_for_comms(True)
+    if head.tied:
+        head.weight = embedding.weight
+
+
+def rollout(policy, prompts, sampling):
+    """support.fast's rollout, with layers that are whole from here to the end of the update."""
+    from support import fast
+    for module in policy.base_model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    return fast.rollout(policy, prompts, sampling, head_of=head_of)
+
+
 class Ranks(starter.OneProcess):
     """What starter.py's OneProcess does, among several processes."""
 
@@ -70,15 +105,6 @@ class Ranks(starter.OneProcess):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def adapt(self, compute):
-        if compute.name != "fast":
-            raise starter.InputError(
-                "several processes need a model that the fast path of support/ fits, and it does "
-                "not fit this one; start one process, without torchrun")
-        from support import fast
-        return dataclasses.replace(compute, head_of=head_of,
-                                   rollout=partial(fast.rollout, head_of=head_of))
 
     def share(self, items):
         n = -(-len(items) // self.world)
@@ -124,45 +150,24 @@ class Ranks(starter.OneProcess):
         own = cuts[self.rank]
         return own + [dict(empty) for _ in range(max(map(len, cuts)) - len(own))]
 
-    def shard(self, model):
-        """Divides the weights (FSDP2, arXiv:2304.11277). Those of a model that learns are whole
-        from its forward pass until release(), those of another until the next are needed.
-        Gradients are summed: the loss is weighted already."""
-        from torch.distributed.fsdp import fully_shard
-        body = model.base_model
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
-        head.tied = head.weight is embedding.weight
-        layers = list(body.layers)
-        n = max(1, WEIGHTS_AT_ONCE // sum(p.numel() for p in layers[0].parameters()))
-        groups = [layers[i:i + n] for i in range(0, len(layers), n)]
-        if len(groups) == 1:  # few layers: all of them together with the embedding
-            groups = []
-        groups.append([body])
-        if not head.tied:
-            groups.append([head])
-        for modules in groups:
-            keep = False if head.weight.requires_grad else None
-            fully_shard(modules, reshard_after_forward=keep)
-            modules[0].set_reshard_after_backward(False, recurse=False)
-            modules[0].set_gradient_divide_factor(1.0)
-            modules[0].set_force_sum_reduction_for_comms(True)
-        if head.tied:
-            head.weight = embedding.weight
-
-    def gather_weights(self, model):
-        for module in model.base_model.modules():
-            if hasattr(module, "unshard"):
-                module.unshard()
+    def shard(self, models, compute):
+        if compute.name != "fast":
+            raise starter.InputError(
+                "several processes need a model that the fast path of support/ fits, and it does "
+                "not fit this one; start one process, without torchrun")
+        for model in models:
+            if model is not None:
+                shard(model)
+        return dataclasses.replace(compute, head_of=head_of, rollout=rollout)
 
     def release(self, model):
         for module in model.base_model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
 
-    def named_weights(self, model):
+    def weights(self, model):
         self.release(model)
-        return ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
+        return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
     def whole(self, tensor):
         return whole(tensor)

@@ -13,8 +13,8 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 import starter
 from starter import InputError, RunStopped
 
+MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
 REWARD_SECONDS = 10.0  # a reward that takes longer on one text stops the run
 ENGINE_SECONDS = 1800.0  # a call of vLLM that takes longer counts as hung: it is started again
 
@@ -212,6 +213,17 @@ def check_tokenizer(policy, tokenizer, model_id):
               "follow the user's turn directly, which is right for some models only")
 
 
+def check_problems(problems, task):
+    """There must be some of both kinds, each with a prompt."""
+    for kind, some in (("training", problems.train), ("held-out", problems.held_out)):
+        if not some:
+            raise InputError(f"task = {task!r} gave no {kind} problems; use more lines, or give an "
+                             "eval_file")
+        if not all(isinstance(problem, dict) and problem.get("prompt") for problem in some):
+            raise InputError(f"task = {task!r} gave a {kind} problem without a 'prompt'; each "
+                             "problem must be a dict with a text under 'prompt'")
+
+
 def check_overlap(problems):
     """Held-out problems must not be trained on."""
     trained_on = {problem["prompt"] for problem in problems.train}
@@ -323,8 +335,22 @@ class RestartedVLLM:
         return functools.partial(self.call, name)
 
 
+def check_vllm(policy, llm, prompts, cfg):
+    """Raises RunStopped unless vLLM, given the policy's weights, samples with its log-probs."""
+    sampling = starter.sampling_for(cfg, "self-check", 2,
+                                    max_new_tokens=min(16, cfg.max_new_tokens))
+    some_prompts = [min(prompts, key=len), max(prompts, key=len)]
+    try:
+        starter.load_policy_into_vllm_instance(policy, llm)
+        responses = starter.rollout_with_vllm(llm, some_prompts, sampling)
+        starter.check_sampler(policy, responses, sampling)
+    except Exception as error:  # code of vLLM runs here
+        raise RunStopped(f"vLLM does not sample as {type(policy).__name__} does "
+                         f"({starter.in_one_line(error)}); use engine = 'transformers'") from error
+
+
 # --------------------------------------------------------------------------------------------------
-# 3. Checksums
+# 3. Checksums, memory
 
 def sha256(path):
     digest = hashlib.sha256()
@@ -343,15 +369,32 @@ def hash_of_weights(model):
     return digest.hexdigest()
 
 
-def wrong_files(checkpoint):
-    """Returns the names of a checkpoint's files that have not the checksum noted for them."""
+def damage(checkpoint):
+    """Returns what is wrong with a checkpoint, or ""."""
     try:
-        lines = (checkpoint / "SHA256SUMS").read_text().splitlines()
-        sums = dict(line.split("  ")[::-1] for line in lines)
-        return [name for name in ("state.json", *sums)
-                if sums.get(name) != sha256(checkpoint / name)]
+        if checkpoint.with_suffix(".sha256").read_text() == sha256(checkpoint):
+            return ""
+        return "its checksum is another"
     except (OSError, ValueError) as error:
-        return [str(error)]
+        return str(error)
+
+
+def is_out_of_memory(error):
+    """Whether torch raised it because memory ran out; on a CPU its allocator's words tell."""
+    return (isinstance(error, torch.OutOfMemoryError)
+            or "DefaultCPUAllocator: can't allocate memory" in str(error))
+
+
+def peak_memory_gb():
+    """Returns the most memory used so far: the GPU's where torch uses one, else this process's."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 # --------------------------------------------------------------------------------------------------
@@ -416,7 +459,51 @@ def refuse_settings_without_effect(cfg, policy, ref_model, responses, parts):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The run
+# 5. Report
+
+def wilson_interval(share, n):
+    """Returns the ends of the 95 % interval of a share of n (E. B. Wilson, 1927)."""
+    z = 1.96
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half_width = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / (1 + z * z / n)
+    return centre - half_width, centre + half_width
+
+
+@torch.no_grad()
+def measure_kl(policy, start_model, llm, tokenizer, problems, cfg, parts):
+    """Samples a response to each problem. Returns (3, N): the exact KL(policy || start_model) at
+    each token in nats, the token's place in its response, and its id."""
+    sampling = starter.sampling_for(cfg, "measure_kl")
+    prompts = starter.prompt_ids_of(problems, tokenizer)
+    responses = starter.rollout(policy, llm, prompts, sampling, parts)
+    batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+    compute = parts.compute
+    measured = []
+    for rows in compute.cut_microbatches(batch, cfg.max_tokens_per_microbatch):
+        mask = rows["response_mask"]
+        kl = compute.token_statistics(
+            compute.hidden_states(policy, rows, cfg.bf16), rows["labels"][mask],
+            compute.head_of(policy), cfg.temperature,
+            compute.hidden_states(start_model, rows, cfg.bf16),
+            compute.head_of(start_model)).exact_kl
+        place = mask.cumsum(1)[mask] - 1
+        measured.append(torch.stack([kl.double(), place, rows["labels"][mask]]))
+    return torch.cat(measured, dim=1).cpu()
+
+
+def tables_of_kl(kl, tokenizer):
+    """(3, N) of measure_kl -> {"position": {i: [nats, tokens]}, "token": {"id text": the same}}."""
+    tables = {}
+    for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
+        nats = key.bincount(kl[0]).tolist()
+        counts = key.bincount().tolist()
+        tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: [x, n]
+                        for i, (x, n) in enumerate(zip(nats, counts)) if n}
+    return tables
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The run
 
 class GuardedRun(starter.Run):
     """starter.Run with guards and reports."""
@@ -427,6 +514,8 @@ class GuardedRun(starter.Run):
         given = self.settings.get("max_tokens_per_microbatch")
         if self.state.get("max_tokens_given") == given:
             cfg.max_tokens_per_microbatch = self.state.get("max_tokens", given)
+        if cfg.resume:
+            self.lines += changes_since(self.before, self.settings)
         if cfg.use_kl_penalty:
             self.lines += notes_on_kl(cfg)
 
@@ -435,26 +524,38 @@ class GuardedRun(starter.Run):
         check_every_setting(cfg)
         starter.check_settings(cfg)
 
+    @staticmethod
+    def load_problems(cfg, model_folder):
+        problems = starter.load_problems(cfg, model_folder)
+        check_problems(problems, starter.describe(cfg.task))
+        return problems
+
     # --- checkpoints
 
     def newest_checkpoint(self):
         """Returns the newest whose files have their checksums. Names those that do not."""
-        folders = sorted(self.folder.glob("checkpoints/step_*"), reverse=True)
-        for folder in folders:
-            wrong = wrong_files(folder)
+        files = sorted(self.folder.glob("checkpoints/step_*.safetensors"), reverse=True)
+        for file in files:
+            wrong = damage(file)
             if not wrong:
-                return folder
-            print(f"Warning: {folder} is damaged ({wrong[0]}); going back to the checkpoint before "
-                  "it", flush=True)
-        if folders:
+                return file
+            print(f"Warning: {file} is damaged ({wrong}); going back to the checkpoint before it",
+                  flush=True)
+        if files:
             raise InputError(f"no checkpoint of {self.folder} is whole; use resume = False to "
                              "begin a new run")
         return None
 
-    def write_checkpoint(self, folder, tensors):
-        super().write_checkpoint(folder, tensors)
-        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-        (folder / "SHA256SUMS").write_text("".join(sums))
+    def write_checkpoint(self, unfinished, final, tensors):
+        """Writes the checksum, too, before the checkpoint has its name."""
+        super().write_checkpoint(unfinished, final, tensors)
+        checksum = final.with_suffix(".sha256")
+        checksum.write_text(sha256(unfinished))
+        starter.sync_to_disk(checksum)
+        known = {path.stem for path in final.parent.glob("step_*.safetensors")}
+        for old in final.parent.glob("step_*.sha256"):
+            if old.stem not in known and old != checksum:
+                old.unlink()
 
     def save(self):
         """A disk that refuses costs one line and this checkpoint, not the run."""
@@ -466,7 +567,8 @@ class GuardedRun(starter.Run):
             super().save()
             self.saved = self.state["step"]
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(self.folder / "checkpoints" / "unfinished", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (self.folder / "checkpoints" / "unfinished").unlink()
             print(f"Warning: no checkpoint of step {self.state['step']}: {error}; the one before "
                   "it stays", flush=True)
 
@@ -509,6 +611,9 @@ class GuardedRun(starter.Run):
 
     def open(self, policy, optimizer):
         super().open(policy, optimizer)
+        if self.checkpoint is None:
+            lines = [f"    {name} = {value!r}" for name, value in self.settings.items()]
+            self.log("add_text", "config", "\n".join(lines))
         optimizer.register_step_pre_hook(self.note_step)
 
     def note_step(self, *_):
@@ -518,6 +623,10 @@ class GuardedRun(starter.Run):
     def end_of_step(self):
         self.between_states = False
         super().end_of_step()
+        step = self.state["step"]
+        if set(range(step - MAX_SKIPPED_STEPS + 1, step + 1)) <= set(self.state["skipped"]):
+            raise RunStopped(f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is "
+                             "not finite; mend the reward or lower learning_rate")
 
     @contextlib.contextmanager
     def guarded(self):
@@ -565,8 +674,11 @@ class GuardedRun(starter.Run):
                 policy, r, self.cfg.temperature)[0].tolist()) for r in responses]
             refuse_settings_without_effect(self.cfg, policy, ref_model, responses, parts)
 
-    def start_engine(self, start, policy):
-        return RestartedVLLM(start, policy, self.ranks)
+    def start_engine(self, start, policy, prompts):
+        llm = RestartedVLLM(start, policy, self.ranks)
+        if self.ranks.world == 1:  # of several processes each holds a part of the weights
+            check_vllm(policy, llm, prompts, self.cfg)
+        return llm
 
     # --- the loop
 
@@ -578,17 +690,17 @@ class GuardedRun(starter.Run):
             raise InputError(f"reward took more than {REWARD_SECONDS:g} s on the text "
                              f"{text[:200]!r}; it must return one number for every text") from None
 
-    def accumulate(self, accumulate_gradients, microbatches):
+    def accumulate(self, policy, microbatches, *others):
         """After a lack of memory nothing of the attempt is left in the gradients, and the step is
-        repeated with microbatches of half the rows."""
+        repeated with microbatches of half the rows, which take the place of those in the list."""
         while True:
             try:
-                return super().accumulate(accumulate_gradients, microbatches)
+                return super().accumulate(policy, microbatches, *others)
             except RuntimeError as error:
-                if self.ranks.world > 1 or not starter.is_out_of_memory(error):
+                if self.ranks.world > 1 or not is_out_of_memory(error):
                     raise  # the other ranks do not know of it
-            self.policy.zero_grad()
-            microbatches = halved(microbatches)
+            policy.zero_grad()
+            microbatches[:] = halved(microbatches)
             largest = max(rows["labels"].numel() for rows in microbatches)
             # Always less than before: the fast path counts fewer tokens than there are.
             max_tokens = max(1, min(self.cfg.max_tokens_per_microbatch // 2, largest))
@@ -601,6 +713,7 @@ class GuardedRun(starter.Run):
 
     def log_step(self, step, metrics, seconds, samples):
         """Adds warnings, and keeps what a skipped step was about to learn from."""
+        self.log("add_scalar", "mem/peak_gb", peak_memory_gb(), step)
         lines = super().log_step(step, metrics, seconds, samples)
         lines += self.warnings(metrics, step)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -614,9 +727,10 @@ class GuardedRun(starter.Run):
         if self.ranks.rank:
             return []
         path = self.folder / f"skipped_step_{step}.json"
-        rows = [{"prompt": problem["prompt"], "text": text, "reward": reward,
-                 "ids": r.response_ids, "log_probs": r.log_probs}
-                for problem, text, reward, r in samples]
+        problems, texts, rewards, responses = samples
+        rows = [{"prompt": problems[i // self.cfg.group_size]["prompt"], "text": texts[i],
+                 "reward": rewards[i].item(), "ids": r.response_ids, "log_probs": r.log_probs}
+                for i, r in enumerate(responses)]
         try:
             path.write_text(json.dumps({"step": step, "responses": rows}, indent=1))
         except OSError as error:
@@ -636,22 +750,41 @@ class GuardedRun(starter.Run):
         self.state = self.state | {"first": first, "said": sorted(said | set(new))}
         return [f"Warning: {signs[sign]}" for sign in new]
 
-    def report(self, result, kl, tokenizer):
-        """Adds kl_by_token.json: nats and tokens by position and by token."""
-        tables = {}
-        for name, key in (("position", kl[1].long()), ("token", kl[2].long())):
-            nats = key.bincount(kl[0]).tolist()
-            counts = key.bincount().tolist()
-            tables[name] = {f"{i} {tokenizer.decode([i])}" if name == "token" else i: [x, n]
-                            for i, (x, n) in enumerate(zip(nats, counts)) if n}
-        (self.folder / "kl_by_token.json").write_text(json.dumps(tables) + "\n")
-        text = super().report(result, kl, tokenizer)
+    def report(self, result, policy, ref_model, llm, tokenizer, problems, parts):
+        """Adds to the result and to the text how far the policy is from the start, and writes
+        kl_by_token.json: nats and tokens by position and by token."""
+        text = super().report(result, policy, ref_model, llm, tokenizer, problems, parts)
+        if ref_model is None:
+            start = starter.find_model(self.cfg.model_id)
+            ref_model, _ = starter.init_policy(start, self.cfg.device)
+            parts.compute.prepare(ref_model)
+        kl = measure_kl(policy, ref_model, llm, tokenizer, problems.held_out, self.cfg, parts)
+        n = len(problems.held_out)
+        result |= {"kl_per_token": kl[0].mean().item(), "kl_per_sequence": kl[0].sum().item() / n}
+        if self.ranks.rank == 0:
+            (self.folder / "kl_by_token.json").write_text(
+                json.dumps(tables_of_kl(kl, tokenizer)) + "\n")
+        low, high = wilson_interval(result["after"]["solved"], n)
+        text += (f"\n95 % interval of solved: {low:.1%} to {high:.1%}\n"
+                 f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
+                 f"{result['kl_per_sequence']:.2f} nats per response")
         forgot = [name for name in result["after"] if name.startswith("retention_")
                   and result["after"][name] < result["before"][name] - 0.05]
         if forgot and not self.cfg.use_kl_penalty:
             text += ("\nto keep the other skills, set use_kl_penalty = True in main() "
                      "(README_KL.md: how to choose kl_coef)")
         return text
+
+
+def changes_since(before, settings):
+    """Settings of a resumed run at its beginning and now -> lines for the log."""
+    lines = []
+    for name, value in settings.items():
+        if name not in before:
+            lines.append(f"new since: {name} = {value!r}")
+        elif before[name] != value and name not in ("resume", "out_dir"):
+            lines.append(f"changed since: {name} = {value!r} (was {before[name]!r})")
+    return lines
 
 
 def halved(microbatches):

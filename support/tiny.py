@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -193,6 +194,15 @@ def make_tiny(
     others = ", ".join(f"{skill} {can[f'retention_{skill}']:.0%}" for skill in SKILLS)
     print(f"  greedy, held out: countdown {can['solved']:.0%}, {others} | "
           f"{time.time() - start:.0f} s")
+    return folder
+
+
+def find(folder=Path(__file__).resolve().parent.parent / "tiny"):
+    """Returns the folder of the built-in model, which is built once, in a process of its own."""
+    if not (folder / "config.json").is_file():
+        print("building the tiny model (once, about a minute)", flush=True)
+        subprocess.run([sys.executable, "-m", "support.tiny", str(folder)], check=True,
+                       cwd=folder.parent)
     return folder
 
 

@@ -253,13 +253,11 @@ class LeftPadded:
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        uniform = starter.uniform_numbers(sampling, 0, len(rows), "cpu")
-        drawn = starter.DrawTokens(uniform, sampling.temperature)
+        draw = starter.DrawTokens(sampling, range(len(rows)), "cpu")
         policy.generate(ids, attention_mask=mask if self.with_mask else torch.ones_like(mask),
                         max_new_tokens=sampling.max_new_tokens, do_sample=False,
-                        pad_token_id=A.STOP_TOKEN, logits_processor=[drawn])
-        return starter.responses_of(rows, torch.cat(drawn.tokens, dim=1),
-                                    torch.cat(drawn.log_probs, dim=1), sampling.stop_token_ids)
+                        pad_token_id=A.STOP_TOKEN, logits_processor=[draw])
+        return draw.responses(rows)
 
 
 @pytest.mark.parametrize("name, with_mask", [
@@ -306,7 +304,7 @@ def test_log_probs_that_are_not_finite_are_rejected():
         return statistics._replace(log_probs=statistics.log_probs * math.nan)
 
     wrong = dataclasses.replace(starter.PLAIN, name="broken", token_statistics=with_nan)
-    with pytest.raises(starter.InputError, match="by inf standard deviations"):
+    with pytest.raises(starter.InputError, match="by nan standard deviations"):
         choose([wrong], A.make_model("Llama"))
 
 

@@ -291,7 +291,7 @@ ALONE = [
     (dict(task="countdwon"), r"task = 'countdwon' is not known; did you mean 'countdown'\?"),
     (dict(task=lambda cfg: 3), r"task = '<lambda>' returned int; it must return two lists"),
     (dict(engine="vlm"), r"engine = 'vlm' is not known; did you mean 'vllm'\?"),
-    (dict(model_id="nowhere"), r"model_id = 'nowhere' is not a folder; give a checkpoint folder"),
+    (dict(model_id="nowhere"), r"model_id = 'nowhere' cannot be loaded \(.*\); give a folder"),
     (dict(model_id="torn_weights"), r"model_id = 'torn_weights' cannot be loaded \(.*\); give"),
     (dict(model_id="other_layers"), r"model_id = 'other_layers' has no weights for .*; give"),
     (dict(model_id="no_eos"), r"the tokenizer has no EOS token, .*; set its eos_token"),
@@ -451,14 +451,15 @@ def write_checkpoints(root):
 
 def copy_run(name, **changes_of_state):
     """Copies the earlier run. Its checkpoints' state gets these entries, and checksums that fit."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
     run, = Path("runs").iterdir()
     shutil.copytree(run, name)
-    for checkpoint in Path(name).glob("checkpoints/*"):
-        path = checkpoint / "state.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes_of_state))
-        sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
-                for path in sorted(checkpoint.iterdir()) if path.name != "SHA256SUMS"]
-        (checkpoint / "SHA256SUMS").write_text("".join(sums))
+    for path in Path(name).glob("checkpoints/*.safetensors"):
+        with safe_open(path, "pt") as file:
+            state = json.loads(file.metadata()["state"])
+        save_file(load_file(path), path, {"state": json.dumps(state | changes_of_state)})
+        path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     return Path(name) / "config.json"
 
 
@@ -470,7 +471,7 @@ def write_runs():
     copy_run("binary_run").write_bytes(b"\xff\xfe\0" * 50)
     copy_run("flat_run").write_text(json.dumps(json.loads(text)["settings"]))  # of version 1
     copy_run("damaged_run")
-    for path in Path("damaged_run").glob("checkpoints/*/weights.safetensors"):
+    for path in Path("damaged_run").glob("checkpoints/*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     copy_run("other_problems", problems="those of another file")
     copy_run("other_start").write_text(text.replace('"model_id": "checkpoint"',

@@ -207,18 +207,30 @@ def test_load_problems_takes_a_function_and_the_skills_of_the_model(tmp_path):
 @pytest.mark.parametrize("found, message", [
     (None, "returned NoneType; it must return two lists of problems, for training and held out"),
     ([ONE], "returned list; it must return two lists"),
+])
+def test_load_problems_refuses_what_is_not_two_lists(tmp_path, found, message):
+    def my_task(cfg):
+        return found
+
+    with pytest.raises(InputError, match=f"task = 'my_task' {message}"):
+        starter.load_problems(SimpleNamespace(task=my_task), tmp_path)
+
+
+@pytest.mark.parametrize("found, message", [
     (([], ONE), "gave no training problems; use more lines, or give an eval_file"),
     ((ONE, []), "gave no held-out problems"),
     ((ONE, [{"question": "a"}]), "gave a held-out problem without a 'prompt'"),
     ((["a"], ONE), "gave a training problem without a 'prompt'"),
     (([{"prompt": ""}], ONE), "gave a training problem without a 'prompt'"),
 ])
-def test_load_problems_says_what_a_task_returned_wrongly(tmp_path, found, message):
+def test_guarded_run_says_what_a_task_returned_wrongly(tmp_path, found, message):
+    runs = pytest.importorskip("support.runs")
+
     def my_task(cfg):
         return found
 
     with pytest.raises(InputError, match=f"task = 'my_task' {message}"):
-        starter.load_problems(SimpleNamespace(task=my_task), tmp_path)
+        runs.GuardedRun.load_problems(SimpleNamespace(task=my_task), tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
