@@ -1833,8 +1833,8 @@ class Run:
     def check_start(self, policy, ref_model, tokenizer, problems, parts):  # before training
         pass
 
-    def start_engine(self, start, policy, prompts):  # start() -> the vLLM engine
-        return start()
+    def start_engine(self, policy, prompts, *settings):  # -> the vLLM engine
+        return init_vllm(*settings)
 
     def reward_of(self, reward, text, problem):
         return reward_of(reward, text, problem)
@@ -1964,7 +1964,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                     controller.update(means["kl_per_token"].item(), metrics["reward_mean"])
 
         # 5. Log and save.
-        skipped = run.state["skipped"] + [step] * bool(broken)
+        skipped = run.state["skipped"] + ([step] if broken else [])
         metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
         metrics |= {"lr": learning_rate_at(step, cfg),
                     "response_length": n_tokens / len(responses),
@@ -2115,9 +2115,8 @@ def main(
     parts = Parts(ranks.shard([policy, ref_model], compute), ranks, run)
     llm = None
     if cfg.engine == "vllm":
-        start = functools.partial(init_vllm, model_folder, cfg.seed, longest, cfg.gpu_mem_util,
-                                  cfg.bf16)
-        llm = run.start_engine(start, policy, prompts)
+        llm = run.start_engine(policy, prompts, model_folder, cfg.seed, longest, cfg.gpu_mem_util,
+                               cfg.bf16)
     optimizer = torch.optim.AdamW(policy.parameters(), cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
     run.open(policy, optimizer)

@@ -423,7 +423,7 @@ STARTER = [
          "step > 1 and step % cfg.eval_every == 0"),
         ("evaluate_and_log(step - 1, policy", "evaluate_and_log(step, policy"),
         ('run.state["tokens"] + n_tokens', "n_tokens"),
-        ('run.state["skipped"] + [step] * bool(broken)', "[step] * bool(broken)"),
+        ('run.state["skipped"] + ([step] if', "([step] if"),
         ('"skipped": skipped,', '"skipped": [],'),
         ("if first is None else first,", "if True else first,"),
         ('"kl": dict(controller.state)}', '"kl": run.state["kl"]}'),

@@ -674,7 +674,8 @@ class GuardedRun(starter.Run):
                 policy, r, self.cfg.temperature)[0].tolist()) for r in responses]
             refuse_settings_without_effect(self.cfg, policy, ref_model, responses, parts)
 
-    def start_engine(self, start, policy, prompts):
+    def start_engine(self, policy, prompts, *settings):
+        start = functools.partial(super().start_engine, policy, prompts, *settings)
         llm = RestartedVLLM(start, policy, self.ranks)
         if self.ranks.world == 1:  # of several processes each holds a part of the weights
             check_vllm(policy, llm, prompts, self.cfg)

@@ -1007,6 +1007,13 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
 
 
 @needs_support
+def test_interval_of_a_share_matches_published_values():
+    """R. G. Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263, 0 of 20."""
+    assert runs.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert runs.wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+@needs_support
 def test_kl_by_position_and_by_token_adds_up(checkpoint, tmp_path):
     result = run("guarded", **settings(checkpoint, tmp_path))
     tables = json.loads((result["run_folder"] / "kl_by_token.json").read_text())
