@@ -4,6 +4,8 @@
     python -m lab.bench --sizes S M --dtype float32 --kl on --steps 10
     python -m lab.bench --against PATH      in turns with the code of commit 8070d16, of which PATH
                                             is a git worktree -> bench_versions.csv
+    python -m lab.bench --alone             starter.py without support/, in turns with TRL
+                                            -> bench_alone.csv
     python -m lab.bench --phases            each phase alone, beside what the machine can do
                                             -> bench_phases.csv
     python -m lab.bench --growth            cost against tokens, group, vocabulary, epochs,
@@ -290,14 +292,14 @@ def best_rows_of_trl(size, settings):
     return min(quickest, key=quickest.get)
 
 
-def in_turns_with_trl(size, bf16, kl_penalty, steps):
+def in_turns_with_trl(size, bf16, kl_penalty, steps, plain=False):
     """Returns a row: medians of both, in turns within one process, TRL at the number of rows at
-    once that suits it best."""
+    once that suits it best. plain: ours is starter.py without support/."""
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, **SIZES[size])
         settings = (folder, SIZES[size]["new_tokens"], bf16, kl_penalty)
         rows_at_once = best_rows_of_trl(size, settings)
-        ours = Ours(*settings, max_tokens_per_microbatch=OUR_TOKENS[size])
+        ours = Ours(*settings, plain=plain, max_tokens_per_microbatch=OUR_TOKENS[size])
         our_times, trl_times = [], []
 
         def turn(seconds_of_trl):
@@ -307,19 +309,21 @@ def in_turns_with_trl(size, bf16, kl_penalty, steps):
         trl_trainer(*settings, rows_at_once, steps + 2, turn).train()
         our_times, trl_times = our_times[2:], trl_times[2:]  # two of each to warm up
         ratios = [trl / our for our, trl in zip(our_times, trl_times)]
+        row = {"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
+               "steps": len(our_times), **three_numbers("ours", our_times),
+               **three_numbers("trl", trl_times), "ratio": f"{statistics.median(ratios):.2f}",
+               "trl_rows_at_once": rows_at_once, "ours_tokens_at_once": OUR_TOKENS[size],
+               "rollout_s": f"{ours.run.logged['time/rollout']:.3f}",
+               "update_s": f"{ours.run.logged['time/update']:.3f}"}
+        if plain:
+            return row
 
         def peak(side, rows=None):
             return f"{peak_gb(side, folder, size, bf16, kl_penalty, rows):.2f}"
 
         all_rows = PROMPTS * GROUP
         trl_gb = peak("trl", rows_at_once)
-        return {
-            "size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
-            "steps": len(our_times), **three_numbers("ours", our_times),
-            **three_numbers("trl", trl_times), "ratio": f"{statistics.median(ratios):.2f}",
-            "trl_rows_at_once": rows_at_once, "ours_tokens_at_once": OUR_TOKENS[size],
-            "rollout_s": f"{ours.run.logged['time/rollout']:.3f}",
-            "update_s": f"{ours.run.logged['time/update']:.3f}",
+        return row | {
             "ours_gb": peak("ours"), "trl_gb": trl_gb, "trl_most_rows": all_rows,
             "trl_gb_most_rows": trl_gb if rows_at_once == all_rows else peak("trl", all_rows)}
 
@@ -927,6 +931,9 @@ def measure(arguments):
         elif arguments.against:
             rows += append("versions", [in_turns_with_earlier(
                 size, bf16, kl_penalty, arguments.steps, arguments.against.resolve())])
+        elif arguments.alone:
+            rows += append("alone", [in_turns_with_trl(size, bf16, kl_penalty, arguments.steps,
+                                                       plain=True)])
         else:
             rows += append("step", [in_turns_with_trl(size, bf16, kl_penalty, arguments.steps)])
         print(" | ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
@@ -940,7 +947,8 @@ def main():
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
     parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
-    for part in ("phases", "growth", "figure", "memory", "learning", "scaling", "start", "card"):
+    for part in ("alone", "phases", "growth", "figure", "memory", "learning", "scaling", "start",
+                 "card"):
         parser.add_argument(f"--{part}", action="store_true")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

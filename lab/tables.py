@@ -466,6 +466,15 @@ def version_table():
                      "with support/, s", "ratio", "starter.py alone, s", "ratio"], lines)
 
 
+def alone_table():
+    """A step of starter.py without support/, in turns with TRL."""
+    lines = [[SIZE_NAMES[row["size"]], row["dtype"], on_or_off(row["kl_penalty"]), row["steps"],
+              median_and_range(row, "ours"), median_and_range(row, "trl"), row["ratio"]]
+             for row in last_rows("alone", "size", "dtype", "kl_penalty")]
+    return markdown(["model", "dtype", "KL penalty", "steps", "starter.py alone, s", "TRL, s",
+                     "ratio"], lines)
+
+
 def phase_table():
     lines = []
     for row in last_rows("phases", "size", "dtype", "phase"):
@@ -688,7 +697,7 @@ TABLES = {
     "gradients": gradient_table, "values": value_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table, "rules": rule_table,
     "kills": kill_table, "mutants": mutants_table, "fuzz": fuzz_table,
-    "speed": speed_table, "versions": version_table, "phases": phase_table,
+    "speed": speed_table, "versions": version_table, "alone": alone_table, "phases": phase_table,
     "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
