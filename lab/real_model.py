@@ -375,8 +375,9 @@ def measure_before(folder, text_path, cache):
     """Returns what the starting model does: {"nats", "questions" (those it answers), "responses"
     (ids)}. Kept in the cache for the next run."""
     texts = english_texts(text_path)
-    lists = json.dumps([sha256_of(folder / "model.safetensors"), QUESTIONS, PROMPTS, texts, QUESTION_TOKENS, PROMPT_TOKENS])
-    path = Path(cache) / f"before-{hashlib.sha256(lists.encode()).hexdigest()[:8]}.json"
+    inputs = json.dumps([sha256_of(folder / "model.safetensors"), texts, QUESTIONS,
+                         QUESTION_TOKENS, PROMPTS, PROMPT_TOKENS])
+    path = Path(cache) / f"before-{hashlib.sha256(inputs.encode()).hexdigest()[:8]}.json"
     if not path.is_file():
         model, tokenizer = starter.init_policy(folder, "cpu")
         right = answered(model, tokenizer, QUESTIONS)
