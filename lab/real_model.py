@@ -53,6 +53,8 @@ SHORT = BEST | dict(n_train_steps=20)
 TRIED = [
     SHORT | dict(group_size=16, max_new_tokens=16, learning_rate=5e-5),
     SHORT,
+    SHORT | dict(learning_rate=5e-5),
+    SHORT | dict(rollout_batch_size=64),
 ]
 
 
