@@ -185,6 +185,34 @@ def test_sweep_goes_on_where_it_was(tmp_path):
         assert ran.call_count == 5
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_run_gives_a_whole_row(kl_coef, tmp_path):
+    """On a small random model, in this process. Its reward is 0, so nothing is learnt or
+    forgotten."""
+    save_checkpoint(tmp_path / "SmolLM2-135M-Instruct", family="Llama")
+    text_path = tmp_path / "gsm8k.jsonl"
+    text_path.write_text('{"question": "1 + 2", "answer": "3 #### 3"}\n')
+    changes = real_model.penalty(kl_coef) | dict(
+        n_train_steps=3, rollout_batch_size=8, group_size=4, max_new_tokens=4, learning_rate=1e-5)
+    job = dict(changes=changes, seed=1, cache=str(tmp_path), text_path=str(text_path),
+               eval_every=0, n_eval_problems=5, forgetting=True)
+    with mock.patch.object(real_model, "QUESTIONS", [("make 1: 1", "1")]), \
+            mock.patch.object(real_model, "names_answer", return_value=True), \
+            mock.patch.object(real_model, "PROMPTS", ["1", "2 3"]):
+        row = json.loads(json.dumps(real_model.train_once(job)))
+    assert row["run"] == real_model.key_of(changes, 1)
+    assert float(row["kl_coef"]) == kl_coef and row["steps"] == 3
+    assert row["english_nats_before"] == row["english_nats_after"]
+    assert row["questions"] == row["questions_kept"] == row["same_responses"] == 1
+    assert row["kl_per_token"] == 0 and row["cpu_s_per_step"] > 0
+    assert row["curve"] == "0.000 0.000 0.000"
+    path = tmp_path / "runs.csv"
+    real_model.append_rows(path, [row])
+    with mock.patch.object(real_model, "RUNS", path):
+        lines = real_model.results_table().splitlines()
+    assert len(lines) == 4 and lines[3].startswith("| 0.1 |" if kl_coef else "| off |")
+
+
 def test_reward_with_clock_notes_each_call():
     clock = []
     reward = real_model.with_clock(real_model.last_number_reward, clock)
