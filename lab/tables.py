@@ -12,6 +12,7 @@ from lab.ablate_kl import (
     BASE, COEFFICIENTS, CURVES, DEFAULT_RATE, DEFAULTS, ENGINES, ESTIMATORS, HOT, METHODS,
     REPOSITORY, RESULTS, SEEDS, best_coefficient, controller_rows, groups_of, key_of, numbers_of,
     other_skills, read_csv, retention, rows_of, settings_of, skills_of, solved)
+from lab import real_model
 from lab.mutants import mutants_table
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
@@ -703,6 +704,7 @@ TABLES = {
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,
     "tinker_verdicts": tinker_verdict_table,
+    "real_model": real_model.results_table, "real_model_trials": real_model.trials_table,
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 

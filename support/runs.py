@@ -466,7 +466,7 @@ def wilson_interval(share, n):
     z = 1.96
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / (1 + z * z / n)
-    return centre - half_width, centre + half_width
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
 @torch.no_grad()
