@@ -595,14 +595,50 @@ def arithmetic(text):
         return None
 
 
-def last_number(text):
-    """Returns the last number in a short text as a Fraction, or None. Reads "$1,234.50", "-12 C",
-    "18 %" and "72 clips"."""
-    if len(text) > 200:
+CURRENCIES = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "%": "percent"}
+# What follows a number here is not its unit, but makes it another number.
+NOT_UNITS = {"and", "or", "to", "plus", "minus", "times", "over", "squared", "cubed", "factorial",
+             "percentage", "hundred", "thousand", "million", "billion", "trillion", "dozen", "k"}
+PURE_NUMBER = re.compile(
+    r"(?:[a-z] ?= ?)?"  # "x = 5"
+    r"(-?)([$\u20ac\u00a3]?) ?(-?)"
+    r"((?:0|[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*)?(?:\.[0-9]+)?)"
+    r" ?(%|[^\W\d_][^\d()^*=:]*|)", re.IGNORECASE)
+
+
+def plain_text(text):
+    """The text without differences of case, blanks, kinds of minus signs, and a last full stop."""
+    return " ".join(text.replace("\u2212", "-").split()).casefold().removesuffix(".")
+
+
+def pure_number(text):
+    """Returns (value, unit) where a text is one number and nothing else: "$1,234.50", "-12 C",
+    "18 %", "x = 5", "72 clips". None for others, such as "1/2", "6:30", "3^10" or "(3, 4)"."""
+    text = plain_text(text)
+    match = PURE_NUMBER.fullmatch(text) if len(text) <= 100 else None
+    if match is None or not match[4] or (match[1] and match[3]):
         return None
-    pattern = r"((?<![\w)])-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)"
-    found = re.findall(pattern, text.replace("\u2212", "-"), re.ASCII)
-    return Fraction("".join(found[-1]).replace(",", "")) if found else None
+    words = match[5].replace("per cent", "percent").split()
+    if words and words[0] in NOT_UNITS:
+        return None
+    unit = words[-1].rstrip("s.") if words else match[2]
+    value = Fraction(match[4].replace(",", ""))
+    return (-value if match[1] or match[3] else value), CURRENCIES.get(unit, unit)
+
+
+def same_answer(answer, gold):
+    """Whether an answer is the gold answer. If the gold one is purely a number, they are compared
+    as numbers, and their units where both have one; otherwise as text."""
+    if len(answer) > 2 * len(gold) + 100:  # normalising a huge text would take long
+        return False
+    gold_number = pure_number(gold)
+    number = pure_number(answer)
+    if gold_number is None:
+        return plain_text(answer) == plain_text(gold)
+    if number is None:
+        return False
+    units = {unit for unit in (number[1], gold_number[1]) if unit}
+    return number[0] == gold_number[0] and len(units) < 2
 
 
 def reward_fn(response_text, problem):
@@ -619,10 +655,7 @@ def reward_fn(response_text, problem):
         solved = (parsed is not None and parsed[0] == problem["target"]
                   and sorted(parsed[1]) == sorted(problem["numbers"]))
     else:
-        gold = str(problem["answer"])
-        gold_number = last_number(gold)
-        solved = answer == gold or (gold_number is not None
-                                    and last_number(answer) == gold_number)
+        solved = same_answer(answer, str(problem["answer"]))
     return 1.0 if solved else 0.1
 
 
@@ -2244,8 +2277,9 @@ def test_reward_accepts_only_solutions():
         assert reward_fn(f"<answer>{text}</answer>", problem) == 0.1, text
     for text in malformed:
         assert reward_fn(text, problem) == 0.0, text
-    for text in ("$1,234.50", "1234.5 dollars", "it costs 1,234.5"):
+    for text in ("$1,234.50", "1234.5 dollars", "x = 1,234.5"):
         assert reward_fn(f"<answer>{text}</answer>", {"answer": "1,234.5"}) == 1.0, text
+    assert reward_fn("<answer>3/2</answer>", {"answer": "1/2"}) == 0.1
 
 
 def test_functions():

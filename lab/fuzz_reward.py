@@ -251,7 +251,7 @@ def fuzz(runs):
     """Tries so many texts, those of the corpus among them."""
     import atheris
     # The checker too: ast.parse is C, and shows atheris nothing of the grammar.
-    for function in (starter.reward_fn, starter.arithmetic, starter.last_number, solves,
+    for function in (starter.reward_fn, starter.arithmetic, starter.pure_number, solves,
                      ExpressionReader.sum, ExpressionReader.product, ExpressionReader.factor):
         atheris.instrument_func(function)
     gc.freeze()  # else a collection walks all that torch imported, which is not the reward's time

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -153,13 +154,23 @@ def addition(cfg):
     return problems[False], problems[True][:cfg.n_eval_problems]
 
 
+def last_number(text):
+    """Returns the last number in a short text as a Fraction, or None. Reads "$1,234.50", "-12 C",
+    "18 %" and "72 clips"."""
+    if len(text) > 200:
+        return None
+    pattern = r"((?<![\w)])-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)"
+    found = re.findall(pattern, text.replace("\u2212", "-"), re.ASCII)
+    return Fraction("".join(found[-1]).replace(",", "")) if found else None
+
+
 def last_number_reward(response_text, problem):
     """Returns 1.0 if the last number of the text is problem["answer"], else 0.0."""
     # last_number reads short texts. What the cut leaves of a word or number is dropped.
     start, end = response_text[:-200], response_text[-200:]
     if start:
         end = re.sub(r"^\S*", "", end)
-    return float(starter.last_number(end) == starter.last_number(problem["answer"]))
+    return float(last_number(end) == last_number(problem["answer"]))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_value_and_numbers_agree_with_a_second_parser(text):
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
 @hypothesis.given(strategies.decimals(-10**9, 10**9, places=2), strategies.sampled_from(
-    ["{:.2f}", "{:,.2f}", "so it is {:,.2f}", "{:,.3f} dollars"]))
+    ["{:.2f}", "{:,.2f}", "x = {:,.2f}", "{:,.3f} dollars"]))
 def test_number_is_read_as_it_is_written(number, style):
     problem = {"answer": f"{number:,.2f}"}
     text = f"<answer>9</answer><answer> {style.format(number)} </answer> 9"
@@ -95,13 +95,9 @@ def test_number_is_read_as_it_is_written(number, style):
     assert starter.reward_fn(text, {"answer": str(number + 1)}) == 0.1
 
 
-def test_last_number_of_several_counts():
-    for text, number in (("3 + 4 = 7", 7), ("2 of 12", 12), ("1,200 - 1 or 1,199", 1199)):
-        assert starter.last_number(text) == number
-
-
-def test_text_is_compared_as_it_stands():
-    for text, expected in (("a b", 1.0), (" a b\n", 1.0), ("a  b", 0.1), ("A b", 0.1), ("", 0.0)):
+def test_text_is_compared_without_blanks_and_case():
+    for text, expected in (("a b", 1.0), (" a b\n", 1.0), ("a  b", 1.0), ("A b", 1.0),
+                           ("ab", 0.1), ("a b c", 0.1), ("", 0.0)):
         assert starter.reward_fn(answer(text), TEXT) == expected, text
 
 
