@@ -9,10 +9,12 @@
 # ///
 """starter.py: GRPO with a KL penalty, in one file that you can read, copy and change.
 
-    python starter.py      runs the quick tests, then main(): evaluate, train, evaluate, report
+    python starter.py                       runs the quick tests, then main(): evaluate, train,
+                                            evaluate, report
+    python starter.py --n_train_steps 50    with another value for a parameter of main()
 
-To change the numbers, edit main() at the end of the file. The file reads from top to bottom in
-the order in which the data flows:
+To change the numbers for good, edit main() at the end of the file. The file reads from top to
+bottom in the order in which the data flows:
 
     problems -> prompts -> rollout -> rewards -> advantages -> microbatches -> log-probs -> loss
         -> optimiser -> weights into the sampler -> log, evaluate, save
@@ -65,6 +67,7 @@ if VLLM_IS_CPU:
 for variable, setting in ENVIRONMENT.items():
     os.environ.setdefault(variable, setting)
 
+import argparse
 import ast
 import contextlib
 import copy
@@ -2184,6 +2187,43 @@ def main(
     return result
 
 
+def value_of(default, text):
+    """What a text on the command line means, for a parameter of main() with this default."""
+    if isinstance(default, str) and default != "auto":
+        return text
+    try:
+        value = ast.literal_eval(text)  # reads True, None, 0.1 or (0.2, 0.28); executes nothing
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, (bool, int, float, tuple, type(None))) else text
+
+
+class Arguments(argparse.ArgumentParser):
+    def error(self, message):
+        raise InputError(f"{message}; --help lists the parameters")
+
+
+def settings_from(arguments):
+    """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help prints the parameters of main()
+    with their comments. Raises InputError for what is no such parameter."""
+    parameters = inspect.signature(main).parameters
+    comments = dict(re.findall(r"^    (\w+)=.*?,  # (.*)$", inspect.getsource(main), re.MULTILINE))
+    parser = Arguments(
+        usage="python starter.py [--name value ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Any parameter of main() can be given. On a CPU the built-in model has the "
+                    "values of TINY.")
+    for name, parameter in parameters.items():
+        if not callable(parameter.default):
+            parser.add_argument(f"--{name}", type=functools.partial(value_of, parameter.default),
+                                metavar=describe(parameter.default),
+                                help=comments.get(name, "").replace("%", "%%"))
+    known, others = parser.parse_known_args(arguments)
+    if others:
+        name = others[0].lstrip("-").partition("=")[0]
+        raise InputError(f"{others[0]} is not an argument; {nearest(name, list(parameters))}")
+    return vars(known)
+
+
 # --------------------------------------------------------------------------------------------------
 # 17. Quick tests.  They take about a second and run before main().
 
@@ -2316,6 +2356,7 @@ if __name__ == "__main__":
     sys.modules["starter"] = sys.modules["__main__"]  # support/ imports this very module
     sys.excepthook = show_one_sentence
     warnings.filterwarnings("ignore", category=FutureWarning)
+    given = settings_from(sys.argv[1:])
     with find_parts()[1].joined():
         test_functions()
-        main()
+        main(**given)
