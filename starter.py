@@ -2209,7 +2209,8 @@ def settings_from(arguments):
     parameters = inspect.signature(main).parameters
     comments = dict(re.findall(r"^    (\w+)=.*?,  # (.*)$", inspect.getsource(main), re.MULTILINE))
     parser = Arguments(
-        usage="python starter.py [--name value ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        usage="python starter.py [--name value ...]", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         description="Any parameter of main() can be given. On a CPU the built-in model has the "
                     "values of TINY.")
     for name, parameter in parameters.items():
