@@ -603,7 +603,7 @@ CURRENCIES = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "%": "percent"
 NOT_UNITS = {"and", "or", "to", "plus", "minus", "times", "over", "squared", "cubed", "factorial",
              "percentage", "hundred", "thousand", "million", "billion", "trillion", "dozen", "k"}
 PURE_NUMBER = re.compile(
-    r"(?:[a-z] ?= ?)?"  # "x = 5"
+    r"(?:[a-z]? ?= ?)?"  # "x = 5"
     r"(-?)([$\u20ac\u00a3]?) ?(-?)"
     r"((?:0|[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*)?(?:\.[0-9]+)?)"
     r" ?(%|[^\W\d_][^\d()^*=:]*|)", re.IGNORECASE)

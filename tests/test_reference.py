@@ -273,11 +273,22 @@ def test_countdown_makes_the_recorded_problems_from_the_same_seed(name):
 # --------------------------------------------------------------------------------------------------
 # Small functions
 
+# The old reward took the last number of a text; with the gold answer 1,234.5 these solved.
+FOOLED_THE_OLD_REWARD = [
+    "it costs 1,234.5", "1,234.5\U0001d7db", "1,234.5\u2212,", "1,234.5\u2212\ud800",
+    "--0/1,234.5", "-2-(1,234.5", "1-5*0/1,234.5", "(1-1-5*0*1,234.5",
+    "1,234.5/\U0001d7db1,234.5"]
+
+
 def test_rewards_equal_the_recorded_ones():
+    differing = []
     for name, problem in inputs.REWARD_PROBLEMS.items():
-        texts = RECORDED["rewards"]["texts"]
-        found = [starter.reward_fn(text, problem) for text in texts]
-        assert found == RECORDED["rewards"][name]
+        for text, recorded in zip(RECORDED["rewards"]["texts"], RECORDED["rewards"][name]):
+            found = starter.reward_fn(text, problem)
+            if found != recorded:
+                differing.append((problem.get("answer"), text, recorded, found))
+    assert differing == [("1,234.5", f"<answer>{text}</answer>", 1.0, 0.1)
+                         for text in FOOLED_THE_OLD_REWARD]
 
 
 def test_advantages_equal_the_recorded_ones():
