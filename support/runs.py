@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import torch
 
 import starter
@@ -310,12 +312,16 @@ class RestartedVLLM:
         self.llm = start()
 
     def call(self, name, *args, **settings):
+        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         for attempt in (1, 2):
             try:
                 with time_limit(ENGINE_SECONDS):
                     if self.llm is None:
                         self.llm = self.start()
                         starter.load_policy_into_vllm_instance(self.policy, self.llm)
+                        random.setstate(states[0])  # a new engine sets the global generators
+                        numpy.random.set_state(states[1])
+                        torch.set_rng_state(states[2])
                     return getattr(self.llm, name)(*args, **settings)
             except (Exception, TimedOut) as error:
                 what = f"failed ({type(error).__name__}: {error})"
