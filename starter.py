@@ -20,8 +20,8 @@ bottom in the order in which the data flows:
         -> optimiser -> weights into the sampler -> log, evaluate, save
 
 Sections 4 to 10 and 15 are the algorithm: from the rollout to the update, and the loop, just
-under 1,000 lines. The others load (1 to 3), check (11, 13), evaluate, log and save (12, 14), and hold the
-numbers and the quick tests (16, 17).
+under 1,000 lines. The others load (1 to 3), check (11, 13), evaluate, log and save (12, 14), and
+hold the numbers and the quick tests (16, 17).
 
 GRPO (Shao et al. 2024, arXiv:2402.03300) samples a group of responses to each prompt, scores
 them with a rule, and makes the responses that beat their group's mean more likely. This file
