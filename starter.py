@@ -476,7 +476,7 @@ def draw_tokens(logits, uniform, temperature):
     if temperature == 0:
         tokens = log_probs.argmax(dim=1, keepdim=True)
     else:
-        cumulative = log_probs.double().exp().cumsum(dim=1)
+        cumulative = log_probs.exp().cumsum(dim=1, dtype=torch.float64)
         passed = cumulative <= uniform * cumulative[:, -1:]
         tokens = passed.sum(dim=1, keepdim=True).clamp(max=logits.shape[1] - 1)
     return tokens, log_probs.gather(1, tokens)
@@ -500,7 +500,7 @@ class DrawTokens:
                                         self.sampling.temperature)
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
-        return torch.full_like(logits, -math.inf).scatter_(1, tokens, 0.0)
+        return logits.scatter_(1, tokens, math.inf)
 
     def responses(self, prompts):
         """The rows' prompts -> their Responses, each cut after its first stop token."""
@@ -841,6 +841,19 @@ def response_hidden_states(model, rows, bf16=False):
     return hidden[mask].to(torch.bfloat16 if bf16 else model.get_output_embeddings().weight.dtype)
 
 
+@contextlib.contextmanager
+def matmuls_in(dtype):
+    """With bfloat16, float32 matmuls inside take their inputs as bf16 (TF32 on a GPU), and sum
+    and return float32. It is set around the head alone: rotary positions, which transformers
+    multiplies in float32, would be rounded too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class TokenStatistics(NamedTuple):
     """Four (N,) tensors in nats. The last two have no gradient."""
     log_probs: torch.Tensor  # of the label
@@ -856,12 +869,14 @@ def token_statistics(hidden, labels, head, temperature, ref_hidden=None, ref_hea
     does not grow with N * V.
     """
     def of_chunk(hidden, labels, ref_hidden):
-        log_p = (head.logits(hidden.to(head.weight.dtype)) / temperature).log_softmax(dim=1)
+        with matmuls_in(hidden.dtype):
+            logits = head.logits(hidden.to(head.weight.dtype))
+        log_p = (logits / temperature).log_softmax(dim=1)
         log_probs = log_p.gather(1, labels[:, None])[:, 0]
         entropy = -(log_p.detach().exp() * log_p.detach()).sum(dim=1)
         if ref_hidden is None:
             return log_probs, torch.zeros_like(entropy), entropy, torch.zeros_like(entropy)
-        with torch.no_grad():
+        with torch.no_grad(), matmuls_in(hidden.dtype):
             ref_logits = ref_head.logits(ref_hidden.to(ref_head.weight.dtype))
             ref_log_p = (ref_logits / temperature).log_softmax(dim=1)
         exact_kl = (log_p.exp() * (log_p - ref_log_p)).sum(dim=1)

@@ -11,7 +11,6 @@ takes the plain functions for a model that it does not fit. On a GPU the model i
 starter.py, where its own attention is fast, and only the head and the sampler are those of this
 file.
 """
-import contextlib
 import ctypes
 import dataclasses
 import math
@@ -367,19 +366,6 @@ def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
 # --------------------------------------------------------------------------------------------------
 # 4. LM head
 
-@contextlib.contextmanager
-def matmuls_in(dtype):
-    """With bfloat16, float32 matmuls inside take their inputs as bf16 (TF32 on a GPU), and sum
-    and return float32. It is set around the head alone: rotary positions, which transformers
-    multiplies in float32, would be rounded too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class SlicedHead(torch.autograd.Function):
     """(N, H) hidden, (V, H) weight, (N,) labels, a reference's hidden and weight or None -> four
     (N,) tensors in nats: log-prob of the label, exact KL(policy || reference); without a
@@ -409,7 +395,7 @@ class SlicedHead(torch.autograd.Function):
         ref_scaled = None if ref_hidden is None else ref_hidden.to(wide) / temperature
         z, e_logit, e_d, at_label, ref_at_label = scaled.new_zeros(5, len(hidden))
         top, ref_log_z = scaled.new_full((2, len(hidden)), -math.inf)
-        with matmuls_in(hidden.dtype):
+        with starter.matmuls_in(hidden.dtype):
             for part, logits, rows, columns in SlicedHead.slices(scaled, weight, labels,
                                                                  logits_at_once):
                 higher = torch.maximum(top, logits.amax(dim=1))
@@ -446,7 +432,7 @@ class SlicedHead(torch.autograd.Function):
             ref_scaled = ref_hidden.to(log_z.dtype) / ctx.temperature
         grad_hidden = torch.zeros_like(scaled)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        with matmuls_in(hidden.dtype):
+        with starter.matmuls_in(hidden.dtype):
             for part, logits, rows, columns in SlicedHead.slices(scaled, weight, labels,
                                                                  ctx.logits_at_once):
                 p = (logits - log_z[:, None]).exp_()

@@ -109,11 +109,11 @@ def test_head_that_is_more_than_a_matrix_is_computed_as_in_starter(changes):
 def test_precision_of_matmuls_is_restored():
     before = "highest"
     torch.set_float32_matmul_precision(before)
-    with fast.matmuls_in(torch.float32):
+    with starter.matmuls_in(torch.float32):
         assert torch.get_float32_matmul_precision() == before
-    with fast.matmuls_in(torch.bfloat16):
+    with starter.matmuls_in(torch.bfloat16):
         assert torch.get_float32_matmul_precision() == "medium"
-    with pytest.raises(RuntimeError), fast.matmuls_in(torch.bfloat16):
+    with pytest.raises(RuntimeError), starter.matmuls_in(torch.bfloat16):
         raise RuntimeError("out of memory")
     assert torch.get_float32_matmul_precision() == before
     # Rotary positions are multiplied in float32: 1001 is no bf16 number.
