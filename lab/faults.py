@@ -164,8 +164,7 @@ STARTER = [
         ("return hidden[mask].to(", "return hidden.mT.reshape(hidden.shape)[mask].to("),
     ]),
     Section("starter.py", ALGORITHM, [  # token_statistics, log-probs
-        ("(head.logits(hidden.to(head.weight.dtype)) / temperature)",
-         "head.logits(hidden.to(head.weight.dtype))"),
+        ("(logits / temperature).log_softmax", "logits.log_softmax"),
         ("ref_log_p = (ref_logits / temperature)", "ref_log_p = ref_logits"),
         ("entropy = -(log_p.detach()", "entropy = (log_p.detach()"),
         ("exact_kl = (log_p.exp() * (log_p - ref_log_p))",
