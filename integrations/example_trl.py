@@ -100,7 +100,7 @@ def make_trainer(folder, output_dir, options, seed=0, steps=None, callbacks=(),
 
 def other_skills(model, tokenizer, folder):
     """The share of held-out problems of skills that were not trained, solved greedily."""
-    problems = starter.read_jsonl(folder / "retention.jsonl", ("skill", "prompt", "answer"))
+    problems = starter.read_jsonl(folder / "retention.jsonl")
     greedy = starter.Sampling(1, MAX_NEW_TOKENS, 0.0, 0, (tokenizer.eos_token_id,))
     responses = starter.rollout_with_transformers(
         model, starter.prompt_ids_of(problems, tokenizer), greedy)

@@ -438,7 +438,6 @@ def examine(name):
     prompts = make_prompts()
     cfg = settings(name)
     try:
-        starter.check_context(policy, max(PROMPT_LENGTHS) + MAX_NEW_TOKENS, cfg)
         compute, _ = starter.choose_compute(candidates(), policy, prompts, cfg,
                                             starter.OneProcess())
     except starter.InputError as error:

@@ -13,7 +13,7 @@
     python -m lab.bench --figure            draws figures/bench_growth.png (needs matplotlib)
     python -m lab.bench --memory            measured peaks beside a formula -> bench_memory.csv
     python -m lab.bench --learning          the default run, KL penalty off and on, three seeds
-                                            -> bench_learning.csv
+                                            -> bench_default.csv
     python -m lab.bench --scaling           one rank beside two, one thread each, as many rows for
                                             each -> bench_scaling.csv
     python -m lab.bench --start             from `python starter.py` to its first finished step
@@ -85,6 +85,7 @@ TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
 TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}
 # Tokens of a microbatch of ours: as quick as more, with less memory
 OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}
+ALONE_TOKENS = 4_096  # main()'s own value
 
 
 def dtype_name(bf16):
@@ -165,6 +166,7 @@ class Ours:
         self.cfg = configuration(folder, new_tokens, bf16, kl_penalty, **changes)
         self.policy, self.tokenizer = starter.init_policy(folder, torch.device(device))
         self.cfg.stop_token_ids = starter.find_stop_tokens(self.policy, self.tokenizer)
+        starter.choose_attention(self.policy, new_tokens)  # prompts of these problems are short
         compute = starter.PLAIN if plain else fast.COMPUTE
         compute.prepare(self.policy)
         self.ref_model = None
@@ -299,7 +301,8 @@ def in_turns_with_trl(size, bf16, kl_penalty, steps, plain=False):
         make_checkpoint(folder, **SIZES[size])
         settings = (folder, SIZES[size]["new_tokens"], bf16, kl_penalty)
         rows_at_once = best_rows_of_trl(size, settings)
-        ours = Ours(*settings, plain=plain, max_tokens_per_microbatch=OUR_TOKENS[size])
+        our_tokens = ALONE_TOKENS if plain else OUR_TOKENS[size]
+        ours = Ours(*settings, plain=plain, max_tokens_per_microbatch=our_tokens)
         our_times, trl_times = [], []
 
         def turn(seconds_of_trl):
@@ -312,7 +315,7 @@ def in_turns_with_trl(size, bf16, kl_penalty, steps, plain=False):
         row = {"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
                "steps": len(our_times), **three_numbers("ours", our_times),
                **three_numbers("trl", trl_times), "ratio": f"{statistics.median(ratios):.2f}",
-               "trl_rows_at_once": rows_at_once, "ours_tokens_at_once": OUR_TOKENS[size],
+               "trl_rows_at_once": rows_at_once, "ours_tokens_at_once": our_tokens,
                "rollout_s": f"{ours.run.logged['time/rollout']:.3f}",
                "update_s": f"{ours.run.logged['time/update']:.3f}"}
         if plain:
@@ -701,33 +704,79 @@ def memory(sizes, bf16, kl_penalty):
 LEARNING_PROGRAM = """
 import json, sys, tempfile
 import starter
+from support import pictures
 with tempfile.TemporaryDirectory() as folder:
-    result = starter.main(model_id="tiny", out_dir=folder, **json.loads(sys.argv[1]))
-result.pop("run_folder")
-print("result", json.dumps(result))
+    result = starter.main(model_id="tiny", out_dir=folder, eval_every=10, **json.loads(sys.argv[1]))
+    curves = pictures.read_scalars(result.pop("run_folder"))
+curves = {tag: values for tag, values in curves.items() if tag.startswith("0_headline/")}
+print("result", json.dumps([result, curves]))
 """
+VARIANTS = {
+    "off": {},
+    "on": {"use_kl_penalty": True},
+    "adaptive": {"use_kl_penalty": True, "kl_adaptation_method": "target_sound"},
+}
 
 
 def learning(seeds=(0, 1, 2)):
-    """Returns rows: main() with the built-in model, KL penalty off and on: solved before and after,
-    other skills, tokens per second."""
-    rows = []
-    for kl_penalty in (False, True):
+    """Returns rows: main() with the built-in model, the KL penalty off, on and adaptive: solved
+    before and after, other skills and the one that fell most, tokens per second. The curves go to
+    results/bench_default_curves.csv."""
+    rows, points = [], []
+    for variant, changes in VARIANTS.items():
         for seed in seeds:
-            settings = json.dumps({"seed": seed, "use_kl_penalty": kl_penalty})
+            settings = json.dumps(changes | {"seed": seed})
             process = subprocess.run([sys.executable, "-c", LEARNING_PROGRAM, settings],
                                      cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-            result = json.loads(process.stdout.split("result ")[-1])
-            skills = [value for name, value in result["after"].items()
-                      if name.startswith("retention_")]
-            rows.append({"kl_penalty": kl_penalty, "seed": seed,
-                         "solved_before": f"{result['before']['solved']:.4f}",
-                         "solved_after": f"{result['after']['solved']:.4f}",
-                         "other_skills": f"{statistics.mean(skills):.4f}",
+            result, curves = json.loads(process.stdout.split("result ")[-1])
+            before, after = result["before"], result["after"]
+            skills = [name for name in after if name.startswith("retention_")]
+            rows.append({"variant": variant, "seed": seed,
+                         "solved_before": f"{before['solved']:.4f}",
+                         "solved_after": f"{after['solved']:.4f}",
+                         "others_before": f"{statistics.mean(before[name] for name in skills):.4f}",
+                         "others_after": f"{statistics.mean(after[name] for name in skills):.4f}",
+                         "worst_fall": f"{max(before[name] - after[name] for name in skills):.4f}",
                          "kl_per_token": f"{result['kl_per_token']:.4f}",
                          "seconds": f"{result['seconds']:.1f}",
                          "tokens_per_s": f"{result['tokens_per_s']:.0f}"})
+            points += [{"variant": variant, "seed": seed, "curve": tag.partition("/")[2],
+                        "step": step, "value": f"{value:.4f}"}
+                       for tag, values in curves.items() for step, value in values.items()]
+            print(rows[-1], flush=True)
+    with open(RESULTS / "bench_default_curves.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(points[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(points)
     return rows
+
+
+def draw_learning():
+    """Draws figures/learning.png: solved and other skills over the steps, with the KL penalty off
+    and on, a line for each seed."""
+    import matplotlib
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot as plt
+    curves = {}
+    with open(RESULTS / "bench_default_curves.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            of_run = curves.setdefault((row["variant"], row["seed"], row["curve"]), [])
+            of_run.append((int(row["step"]), 100 * float(row["value"])))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    titles = {"solved": "trained task: solved, %", "other_skills": "not trained: other skills, %"}
+    for axis, (curve, title) in zip(axes, titles.items()):
+        for variant, color, label in (("off", "C3", "no KL penalty"),
+                                      ("on", "C0", "use_kl_penalty = True")):
+            runs_of = [points for (name, _, what), points in curves.items()
+                       if (name, what) == (variant, curve)]
+            for i, points in enumerate(runs_of):
+                axis.plot(*zip(*points), color=color, alpha=0.8, linewidth=1.2,
+                          label=label if i == 0 else None)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.savefig(FIGURES / "learning.png", dpi=110)
 
 
 SCALING_PROGRAM = """
@@ -917,7 +966,7 @@ def measure(arguments):
     if arguments.memory:
         return append("memory", memory(arguments.sizes, bf16, kl_penalty))
     if arguments.learning:
-        return append("learning", learning())
+        return append("default", learning())
     if arguments.scaling:
         return append("scaling", scaling(arguments.sizes))
     if arguments.start:
@@ -954,6 +1003,7 @@ def main():
     warnings.filterwarnings("ignore")
     if arguments.figure:
         draw()
+        draw_learning()
         return
     print(json.dumps(measure(arguments)))
 

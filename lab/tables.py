@@ -5,12 +5,14 @@
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced. Nothing is measured here.
 """
+import inspect
 import re
 import statistics
 
+import starter
 from lab.ablate_kl import (
     BASE, COEFFICIENTS, CURVES, DEFAULT_RATE, DEFAULTS, ENGINES, ESTIMATORS, HOT, METHODS,
-    REPOSITORY, RESULTS, SEEDS, best_coefficient, controller_rows, groups_of, key_of, numbers_of,
+    REPOSITORY, RESULTS, SEEDS, best_coefficient, controller_rows, groups_of, numbers_of,
     other_skills, read_csv, retention, rows_of, settings_of, skills_of, solved)
 from lab import real_model
 from lab.mutants import mutants_table
@@ -71,13 +73,22 @@ def before_training(rows):
             per_cent(retention(row, "before") for row in rows)]
 
 
+PENALTIES = {"off": "no KL penalty", "on": "`use_kl_penalty = True`: `kl_coef = 0.3`",
+             "adaptive": "and `kl_adaptation_method = \"target_sound\"`"}
+
+
 def penalty_table():
-    """The default run with the KL penalty off and on."""
-    off, on = (rows for _, rows in groups_of(DEFAULT_RATE))
-    lines = [["before training", *before_training(off)],
-             ["no KL penalty", *measured(off)[:2]],
-             ["`use_kl_penalty = True`", *measured(on)[:2]]]
-    return markdown(["after 200 steps", "solved, %", "other skills, %"], lines)
+    """The default run with the KL penalty off, on and adaptive."""
+    rows = last_rows("default", "variant", "seed")
+    lines = [["before training", per_cent(numbers_of(rows, "solved_before")),
+              per_cent(numbers_of(rows, "others_before")), ""]]
+    for variant, name in PENALTIES.items():
+        of_variant = [row for row in rows if row["variant"] == variant]
+        lines.append([name, per_cent(numbers_of(of_variant, "solved_after")),
+                      per_cent(numbers_of(of_variant, "others_after")),
+                      f"{100 * max(numbers_of(of_variant, 'worst_fall')):.0f} points"])
+    return markdown(["after 200 steps", "solved, %", "other skills, %",
+                     "largest fall of one skill"], lines)
 
 
 def coefficient_table():
@@ -215,11 +226,13 @@ def console(name):
     """Returns the output of a run: its beginning (KL penalty off), and its last evaluation and
     report."""
     lines = (RESULTS / f"console_{name}.txt").read_text().splitlines()
-    fourth = next(i for i, line in enumerate(lines) if line.startswith("Step 4 "))
     last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
     shown = lines[last:]
-    if name == "off":
-        shown = [*lines[:fourth], "...", *shown]
+    if name == "off":  # ten lines: how it begins, one step, how it ends
+        began = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
+        report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
+        shown = [*lines[began:began + 3], "...", lines[last], lines[last + 1], "...",
+                 *lines[report + 2:report + 5], "..."]
     return "\n".join(["```text", *shown, "```"])
 
 
@@ -524,23 +537,39 @@ def gpu_table():
     return markdown(["model", *names, "of it weights, gradients, moments, reference"], lines)
 
 
-def learning_table():
-    """The default run as it is now beside the sweep's, which was made before the step became
-    faster."""
-    of_sweep = {row["run"]: row for row in read_csv(RESULTS / "kl_ablation.csv")}
+CARDS = (16, 24, 32, 40, 48, 80, 96, 141)  # GB of memory of common GPUs
+
+
+def cards_table():
+    """The smallest card for each of Qwen3's sizes: trainer by the formula, vLLM beside it."""
+    from lab import bench
+    responses, prompts = {"all": 128 * 256, "longest": 256}, {"all": 16 * 150, "longest": 150}
+    vllm_share = inspect.signature(starter.main).parameters["gpu_mem_util"].default
     lines = []
-    for row in last_rows("learning", "kl_penalty", "seed"):
-        changes = DEFAULT_RATE[row["kl_penalty"] == "True"]
-        earlier = of_sweep[key_of(changes, int(row["seed"]))]
-        lines.append([on_or_off(row["kl_penalty"]), row["seed"],
-                      f"{100 * float(row['solved_after']):.1f}",
-                      f"{100 * float(earlier['solved_after']):.1f}",
-                      f"{100 * float(row['other_skills']):.1f}",
-                      f"{100 * retention(earlier):.1f}",
-                      row["kl_per_token"], earlier["kl_per_token"], row["seconds"],
-                      row["tokens_per_s"]])
-    return markdown(["KL penalty", "seed", "solved, %", "in the sweep", "other skills, %",
-                     "in the sweep", "KL per token", "in the sweep", "training, s",
+    for name, shape in bench.TABLE_SIZES.items():
+        cells = []
+        for kl_penalty, checkpointing in ((False, False), (False, True), (True, True)):
+            parts = bench.predicted_gb(shape, responses, prompts, kl_penalty=kl_penalty,
+                                       checkpointing=checkpointing, on_cpu=False,
+                                       max_tokens=4_096)
+            needed = sum(parts.values()) / (1 - vllm_share)
+            card = next((f"{card} GB" for card in CARDS if card >= needed), "several")
+            cells.append(card)
+        lines.append([f"Qwen3-{name}", *cells])
+    return markdown(["model", "KL penalty off", "off, `gradient_checkpointing = True`",
+                     "on, `gradient_checkpointing = True`"], lines)
+
+
+def learning_table():
+    """The default run, seed by seed."""
+    lines = []
+    for row in last_rows("default", "variant", "seed"):
+        lines.append([row["variant"], row["seed"],
+                      *(f"{100 * float(row[name]):.1f}" for name in (
+                          "solved_before", "solved_after", "others_after", "worst_fall")),
+                      row["kl_per_token"], row["seconds"], row["tokens_per_s"]])
+    return markdown(["KL penalty", "seed", "solved before, %", "after, %", "other skills, %",
+                     "largest fall of one skill, points", "KL per token", "training, s",
                      "response tokens/s"], lines)
 
 
@@ -699,7 +728,7 @@ TABLES = {
     "explosion": explosion_table, "length": length_table, "rules": rule_table,
     "kills": kill_table, "mutants": mutants_table, "fuzz": fuzz_table,
     "speed": speed_table, "versions": version_table, "alone": alone_table, "phases": phase_table,
-    "memory": memory_table, "gpus": gpu_table, "learning": learning_table,
+    "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,

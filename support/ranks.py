@@ -28,7 +28,7 @@ def find():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         if dist.get_rank():
-            sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 speaks for all
     return Ranks()
 
 

@@ -26,8 +26,10 @@ import torch
 
 import starter
 from starter import InputError, RunStopped
+from support import pictures
 
 MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
+SAMPLES_EVERY = 10  # steps between the best and worst samples in TensorBoard
 REWARD_SECONDS = 10.0  # a reward that takes longer on one text stops the run
 ENGINE_SECONDS = 1800.0  # a call of vLLM that takes longer counts as hung: it is started again
 
@@ -42,6 +44,10 @@ def is_number(value, kind=(int, float)):
 
 def is_path(value):
     return isinstance(value, (str, Path)) and str(value) != ""
+
+
+def is_text_like(value, pattern):
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def at_least(low):
@@ -64,8 +70,13 @@ def is_clip_range(value):
                                                              and values[0] <= 0.99)
 
 
+def is_file_of_problems(task):
+    return isinstance(task, (str, Path)) and str(task).endswith(".jsonl")
+
+
 def is_task(value):
-    return callable(value) or isinstance(value, str) and value in starter.TASKS
+    known = isinstance(value, str) and value in starter.TASKS
+    return known or callable(value) or is_file_of_problems(value)
 
 
 # What is required, whether a value is that, and for each parameter a value that works.
@@ -82,12 +93,20 @@ RULES = [
     ("'tiny', a checkpoint folder or a Hugging Face name", is_path, dict(model_id="tiny")),
     ("the path of a folder", is_path, dict(out_dir="runs")),
     ("None or the path of a JSONL file", lambda v: v is None or is_path(v),
-     dict(train_file="gsm8k/train.jsonl", eval_file="gsm8k/test.jsonl")),
+     dict(eval_file="test.jsonl")),
+    ("None or a name on the Hugging Face hub such as 'openai/gsm8k:main'",
+     lambda v: v is None or is_text_like(v, r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"),
+     dict(dataset=None)),
+    ("None or a name of letters, digits and . + - _",
+     lambda v: v is None or is_text_like(v, r"[\w.+-]{1,100}"),
+     dict(run_name="first")),
+    ("None, a checkpoint or the folder of a run", lambda v: v is None or is_path(v),
+     dict(resume_from=None)),
     ("True, False or the folder of a run", lambda v: isinstance(v, bool) or is_path(v),
      dict(resume=False)),
     ("True or False", lambda v: isinstance(v, bool),
-     dict(normalize_by_std=True, use_kl_penalty=True, reproduce_paper=False,
-          gradient_checkpointing=False)),
+     dict(normalize_by_std=True, mask_truncated=False, enable_thinking=False, use_kl_penalty=True,
+          reproduce_paper=False, gradient_checkpointing=False)),
     ("'auto', True or False", lambda v: v == "auto" or isinstance(v, bool), dict(bf16="auto")),
     (*at_least(0), dict(seed=0, warmup_steps=10, eval_every=50, save_every=50)),
     (*at_least(1), dict(n_train_steps=100, max_new_tokens=256, epochs_per_rollout=1,
@@ -132,7 +151,8 @@ def check_every_setting(cfg):
     for name in cfg.parameters:
         setattr(cfg, name, plain_numbers(getattr(cfg, name)))
     known = ", ".join(map(repr, starter.TASKS))
-    rules = [(f"one of {known}, or a function", is_task, dict(task="countdown")), *RULES]
+    rules = [(f"one of {known}, the path of a .jsonl file, or a function", is_task,
+              dict(task="countdown")), *RULES]
     for requirement, works, examples in rules:
         for name, example in examples.items():
             if name not in cfg.parameters:  # somebody has taken it out of main()
@@ -144,18 +164,26 @@ def check_every_setting(cfg):
                 if not remedy.startswith("did you mean"):
                     remedy = f"use for example {example!r}"
                 raise InputError(f"{name} = {short(value)} must be {requirement}; {remedy}")
-    for name in ("train_file", "eval_file"):
-        path = getattr(cfg, name)
-        if path is None:
-            continue
-        if cfg.task in ("countdown", "countdown_small"):
-            raise InputError(f"{name} = {short(path)} is not read by task = {cfg.task!r}; use "
-                             "task = 'gsm8k', or None")
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise InputError(f"{name} = {short(path)} is not a file that can be read; give the "
-                             "path of a JSONL file")
+    check_files(cfg)
     check_model_folder(cfg.model_id)
     check_out_dir(cfg.out_dir)
+
+
+def check_files(cfg):
+    """The files of problems must be there, and read by somebody."""
+    reads_files = cfg.dataset is None and is_file_of_problems(cfg.task)
+    if cfg.dataset is not None and (callable(cfg.task) or is_file_of_problems(cfg.task)):
+        raise InputError(f"task = {short(starter.describe(cfg.task))} and dataset = "
+                         f"{cfg.dataset!r} are both given; leave one of them out")
+    if cfg.eval_file is not None and not reads_files:
+        raise InputError(f"eval_file = {short(cfg.eval_file)} is not read by task = "
+                         f"{short(starter.describe(cfg.task))}; give the path of a .jsonl file as "
+                         "task, or leave eval_file out")
+    for name in ("task", "eval_file") if reads_files else ():
+        path = getattr(cfg, name)
+        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            raise InputError(f"{name} = {short(path)} is not a file that can be read; give the "
+                             "path of a JSONL file")
 
 
 def check_model_folder(model_id):
@@ -228,12 +256,28 @@ def check_problems(problems, task):
 
 def check_overlap(problems):
     """Held-out problems must not be trained on."""
-    trained_on = {problem["prompt"] for problem in problems.train}
-    both = [problem["prompt"] for problem in problems.held_out if problem["prompt"] in trained_on]
+    trained_on = {str(problem["prompt"]) for problem in problems.train}
+    held_out = [str(problem["prompt"]) for problem in problems.held_out]
+    both = [prompt for prompt in held_out if prompt in trained_on]
     if both:
         raise InputError(f"{len(both)} of {len(problems.held_out)} held-out problems are also "
                          f"trained on, for example {both[0][:80]!r}; take them out of one of the "
                          "two lists")
+
+
+def unknown_in(problems, tokenizer):
+    """Returns a warning where the tokenizer has no token for a character of the prompts."""
+    unknown = tokenizer.unk_token_id
+    prompts = starter.prompt_ids_of(problems.train, tokenizer)
+    with_unknown = [i for i, ids in enumerate(prompts) if unknown is not None and unknown in ids]
+    if not with_unknown:
+        return []
+    example = str(problems.train[with_unknown[0]]["prompt"])
+    letters = sorted({letter for letter in example
+                      if tokenizer(letter, add_special_tokens=False)["input_ids"] == [unknown]})
+    return [f"Warning: {len(with_unknown)} of {len(prompts)} prompts hold characters that the "
+            f"tokenizer does not know, such as {' '.join(letters) or example[:40]!r}: the model "
+            "cannot see them; write the prompts without them, or take another model"]
 
 
 def estimated_time(policy, cfg):
@@ -378,7 +422,7 @@ def hash_of_weights(model):
 def damage(checkpoint):
     """Returns what is wrong with a checkpoint, or ""."""
     try:
-        if checkpoint.with_suffix(".sha256").read_text() == sha256(checkpoint):
+        if checkpoint.with_suffix(".sha256").read_text("utf-8") == sha256(checkpoint):
             return ""
         return "its checksum is another"
     except (OSError, ValueError) as error:
@@ -508,6 +552,51 @@ def tables_of_kl(kl, tokenizer):
     return tables
 
 
+# The tags that TensorBoard shows first, by the name of the metric
+HEADLINES = {
+    "training": {"reward_mean": "reward", "kl_per_token": "kl_per_token",
+                 "response_length": "response_length"},
+    "held_out": {"solved": "solved", "other_skills": "other_skills"},
+}
+
+# Short forms of settings in the name of a run
+SHORT = {"learning_rate": "lr", "n_train_steps": "steps", "rollout_batch_size": "batch",
+         "group_size": "group", "max_new_tokens": "length", "warmup_steps": "warmup",
+         "kl_estimator": "", "kl_in": "", "kl_gradient": "", "kl_adaptation_method": "",
+         "model_id": "", "task": "", "dataset": "", "reward": "", "loss_average": ""}
+# What does not change what is learnt, or is in the name otherwise
+NOT_IN_NAME = {"out_dir", "run_name", "resume", "resume_from", "save_every", "eval_every", "device",
+               "engine", "gpu_mem_util", "use_kl_penalty", "kl_coef", "max_tokens_per_microbatch",
+               "eval_file", "n_eval_problems", "reproduce_paper", "bf16"}
+
+
+def changed_settings(cfg):
+    """Returns {name: value} of the settings that are neither main()'s nor the preset's."""
+    usual = {name: p.default for name, p in inspect.signature(starter.main).parameters.items()}
+    if cfg.model_id == "tiny":
+        usual |= starter.TINY
+    return {name: getattr(cfg, name) for name in cfg.parameters
+            if name not in usual or getattr(cfg, name) != usual[name]}
+
+
+def name_of(changed, cfg):
+    """{"learning_rate": 3e-4, "seed": 1} with the KL penalty at 0.3 -> "kl0.3_lr3e-4_seed1"."""
+    parts = [f"kl{number_text(cfg.kl_coef)}"] if cfg.use_kl_penalty else []
+    for name, value in changed.items():
+        if name not in NOT_IN_NAME:
+            value = Path(value).name if name in ("model_id", "task", "dataset") and isinstance(
+                value, (str, Path)) else value
+            parts.append(SHORT.get(name, name) + number_text(value))
+    return re.sub(r"[^\w.+-]+", "-", "_".join(parts))[:80].strip("-_.")
+
+
+def number_text(value):
+    """3e-4 for 0.0003, as people write it."""
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        return re.sub(r"\.?0*e-0?", "e-", f"{value:e}")
+    return f"{value:g}" if isinstance(value, float) else starter.describe(value)
+
+
 # --------------------------------------------------------------------------------------------------
 # 6. The run
 
@@ -515,6 +604,7 @@ class GuardedRun(starter.Run):
     """starter.Run with guards and reports."""
 
     def __init__(self, cfg, ranks):
+        self.debug = {}  # {tag: value} of the step
         super().__init__(cfg, ranks)
         self.saved = self.state.get("step")
         given = self.settings.get("max_tokens_per_microbatch")
@@ -524,6 +614,9 @@ class GuardedRun(starter.Run):
             self.lines += changes_since(self.before, self.settings)
         if cfg.use_kl_penalty:
             self.lines += notes_on_kl(cfg)
+
+    def name_of_changes(self):
+        return name_of(changed_settings(self.cfg), self.cfg)
 
     @staticmethod
     def check_settings(cfg):
@@ -538,9 +631,15 @@ class GuardedRun(starter.Run):
 
     # --- checkpoints
 
-    def newest_checkpoint(self):
+    def find_checkpoint(self, checkpoint):
+        if checkpoint and checkpoint.with_suffix(".sha256").is_file() and damage(checkpoint):
+            raise InputError(f"{str(checkpoint)!r} is damaged ({damage(checkpoint)}); give another "
+                             "checkpoint of that run, or its folder")
+        super().find_checkpoint(checkpoint)
+
+    def newest_checkpoint(self, folder):
         """Returns the newest whose files have their checksums. Names those that do not."""
-        files = sorted(self.folder.glob("checkpoints/step_*.safetensors"), reverse=True)
+        files = sorted(folder.glob("checkpoints/step_*.safetensors"), reverse=True)
         for file in files:
             wrong = damage(file)
             if not wrong:
@@ -548,7 +647,7 @@ class GuardedRun(starter.Run):
             print(f"Warning: {file} is damaged ({wrong}); going back to the checkpoint before it",
                   flush=True)
         if files:
-            raise InputError(f"no checkpoint of {self.folder} is whole; use resume = False to "
+            raise InputError(f"no checkpoint of {folder} is whole; use resume = False to "
                              "begin a new run")
         return None
 
@@ -556,7 +655,7 @@ class GuardedRun(starter.Run):
         """Writes the checksum, too, before the checkpoint has its name."""
         super().write_checkpoint(unfinished, final, tensors)
         checksum = final.with_suffix(".sha256")
-        checksum.write_text(sha256(unfinished))
+        checksum.write_text(sha256(unfinished), "utf-8")
         starter.sync_to_disk(checksum)
         known = {path.stem for path in final.parent.glob("step_*.safetensors")}
         for old in final.parent.glob("step_*.sha256"):
@@ -597,7 +696,7 @@ class GuardedRun(starter.Run):
             import fcntl
         except ImportError:  # Windows
             return
-        self.lock_file = open(self.folder / ".lock", "a")
+        self.lock_file = open(self.folder / ".lock", "ab")
         try:
             fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -655,6 +754,7 @@ class GuardedRun(starter.Run):
 
     def check_start(self, policy, ref_model, tokenizer, problems, parts):
         check_overlap(problems)
+        print(*map(starter.wrapped, unknown_in(problems, tokenizer)), sep="\n", end="")
         start = hash_of_weights(policy)
         if self.state.get("start", start) != start:
             raise InputError(f"model_id = {str(self.cfg.model_id)!r} holds other weights than "
@@ -667,8 +767,11 @@ class GuardedRun(starter.Run):
         self.state = self.state | {"start": start, "problems": known}
         if policy.device.type == "cpu" and self.cfg.model_id != "tiny":
             print(estimated_time(policy, self.cfg))
-        value = self.reward_of(self.cfg.reward, "<answer>1</answer>", problems.train[0])
-        if not math.isfinite(value):
+        rewards = self.cfg.reward
+        for reward, _ in [(rewards, 1.0)] if callable(rewards) else rewards:
+            value = self.reward_of(reward, "<answer>1</answer>", problems.train[0])
+            if math.isfinite(value):
+                continue
             raise InputError(f"reward returned {value} on the text '<answer>1</answer>'; it must "
                              "return one finite number for every text")
         if ref_model is not None:
@@ -702,7 +805,9 @@ class GuardedRun(starter.Run):
         repeated with microbatches of half the rows, which take the place of those in the list."""
         while True:
             try:
-                return super().accumulate(policy, microbatches, *others)
+                means, log_probs = super().accumulate(policy, microbatches, *others)
+                self.debug = debug_numbers(microbatches, log_probs)
+                return means, log_probs
             except RuntimeError as error:
                 if self.ranks.world > 1 or not is_out_of_memory(error):
                     raise  # the other ranks do not know of it
@@ -722,13 +827,52 @@ class GuardedRun(starter.Run):
         """Adds warnings, and keeps what a skipped step was about to learn from."""
         self.log("add_scalar", "mem/peak_gb", peak_memory_gb(), step)
         lines = super().log_step(step, metrics, seconds, samples)
+        self.log_headline(metrics, step)
+        for tag, value in self.debug.items():
+            self.log("add_scalar", f"debug/{tag}", value, step)
+        if step == 1 or step % SAMPLES_EVERY == 0:
+            self.log_best_and_worst(samples, step)
         lines += self.warnings(metrics, step)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             lines += self.keep_samples(step, samples)
         return lines
 
     def log_eval(self, step, metrics, samples):
-        return super().log_eval(step, metrics, samples) + self.warnings(metrics, step)
+        lines = super().log_eval(step, metrics, samples)
+        self.log_headline(metrics, step)
+        return lines + self.warnings(metrics, step)
+
+    def log_headline(self, metrics, step):
+        """The five curves to look at first, in a group that TensorBoard shows first."""
+        skills = [value for name, value in metrics.items() if name.startswith("retention_")]
+        if skills:
+            metrics = metrics | {"other_skills": sum(skills) / len(skills)}
+        kind = "held_out" if "solved" in metrics else "training"
+        for name, title in HEADLINES[kind].items():
+            if name in metrics:
+                self.log("add_scalar", f"0_headline/{title}", metrics[name], step)
+
+    def log_best_and_worst(self, samples, step):
+        problems, texts, rewards, _ = samples
+        for title, i in (("best", rewards.argmax().item()), ("worst", rewards.argmin().item())):
+            problem = problems[i // self.cfg.group_size]
+            self.log("add_text", f"samples/{title}",
+                     starter.sample_text(problem, texts[i], rewards[i].item()), step)
+
+    def log_hparams(self, result):
+        """A row of TensorBoard's HPARAMS page: the settings that were changed, and the outcome."""
+        cfg = self.cfg
+        always = {"model_id": cfg.model_id, "learning_rate": cfg.learning_rate, "seed": cfg.seed,
+                  "kl_coef": cfg.kl_coef if cfg.use_kl_penalty else 0.0}
+        settings = {}
+        for name, value in (changed_settings(cfg) | always).items():
+            if name not in ("out_dir", "run_name", "resume", "resume_from"):
+                is_plain = isinstance(value, (bool, int, float))
+                settings[name] = value if is_plain else starter.describe(value)
+        outcome = {f"hparam/{name}": value for name, value in result["after"].items()
+                   if name == "solved" or name.startswith("retention_")}
+        outcome["hparam/kl_per_token"] = result["kl_per_token"]
+        self.log("add_hparams", settings, outcome, None, ".")
 
     def keep_samples(self, step, samples):
         if self.ranks.rank:
@@ -739,7 +883,7 @@ class GuardedRun(starter.Run):
                  "reward": rewards[i].item(), "ids": r.response_ids, "log_probs": r.log_probs}
                 for i, r in enumerate(responses)]
         try:
-            path.write_text(json.dumps({"step": step, "responses": rows}, indent=1))
+            path.write_text(json.dumps({"step": step, "responses": rows}, indent=1), "utf-8")
         except OSError as error:
             return [f"The responses of step {step} could not be kept: {error}"]
         return [f"The responses of step {step} are kept in {path}"]
@@ -751,11 +895,11 @@ class GuardedRun(starter.Run):
         first = self.state.get(first_name) or metrics
         signs = warning_signs(metrics, first, self.cfg, step)
         if is_evaluation:
-            return [f"Warning: {text}" for text in signs.values()]
+            return [starter.wrapped(f"Warning: {text}") for text in signs.values()]
         said = set(self.state.get("said", []))
         new = [sign for sign in signs if sign not in said]
         self.state = self.state | {"first": first, "said": sorted(said | set(new))}
-        return [f"Warning: {signs[sign]}" for sign in new]
+        return [starter.wrapped(f"Warning: {signs[sign]}") for sign in new]
 
     def report(self, result, policy, ref_model, llm, tokenizer, problems, parts):
         """Adds to the result and to the text how far the policy is from the start, and writes
@@ -770,17 +914,36 @@ class GuardedRun(starter.Run):
         result |= {"kl_per_token": kl[0].mean().item(), "kl_per_sequence": kl[0].sum().item() / n}
         if self.ranks.rank == 0:
             (self.folder / "kl_by_token.json").write_text(
-                json.dumps(tables_of_kl(kl, tokenizer)) + "\n")
+                json.dumps(tables_of_kl(kl, tokenizer)) + "\n", "utf-8")
         low, high = wilson_interval(result["after"]["solved"], n)
         text += (f"\n95 % interval of solved: {low:.1%} to {high:.1%}\n"
                  f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
                  f"{result['kl_per_sequence']:.2f} nats per response")
+        self.log_hparams(result)
+        text += "\n" + pictures.draw(self, kl, tokenizer)
         forgot = [name for name in result["after"] if name.startswith("retention_")
                   and result["after"][name] < result["before"][name] - 0.05]
-        if forgot and not self.cfg.use_kl_penalty:
+        collapsed = result["after"]["solved"] < result["before"]["solved"] - 0.1
+        if forgot and not self.cfg.use_kl_penalty and not collapsed:
             text += ("\nto keep the other skills, set use_kl_penalty = True in main() "
                      "(README_KL.md: how to choose kl_coef)")
         return text
+
+
+def debug_numbers(microbatches, log_probs):
+    """Mean log-prob of the policy and of the reference over this process's response tokens, and
+    mean, largest and smallest k3 of a token. Without a reference the first alone."""
+    numbers = {}
+    masks = [rows["response_mask"] for rows in microbatches]
+    policy = torch.cat([now[mask] for now, mask in zip(log_probs, masks)])
+    if len(policy):
+        numbers["policy_logp_mean"] = policy.mean().item()
+    if len(policy) and "ref_log_probs" in microbatches[0]:
+        ref = torch.cat([rows["ref_log_probs"][mask] for rows, mask in zip(microbatches, masks)])
+        k3 = starter.compute_kl_divergence(policy, ref, "k3")
+        numbers |= {"ref_logp_mean": ref.mean().item(), "kl_mean": k3.mean().item(),
+                    "kl_max": k3.max().item(), "kl_min": k3.min().item()}
+    return numbers
 
 
 def changes_since(before, settings):
@@ -813,8 +976,24 @@ def halved(microbatches):
 def warning_signs(metrics, first, cfg, step):
     """Metrics of a step or an evaluation, those of the first -> {sign: text} of what is wrong."""
     kl = metrics.get("kl_per_token", 0.1)
+    trained = "solved" if "solved" in metrics else "reward_mean"
+    before, now = first.get(trained, 0), metrics.get(trained, 0)
     learnt = metrics.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
     signs = {}
+    if metrics.get("frac_zero_std") == 1 and first.get("frac_zero_std") == 1 and step > 1:
+        signs["equal"] = ("in the first step and in this one all rewards of each group are equal, "
+                          "so that nothing is learnt: look at the samples; the task may be too "
+                          "hard or too easy for this model")
+    if metrics.get("truncated_frac") == 1:
+        stop = ", ".join(map(str, cfg.stop_token_ids))
+        signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
+                              f"none reached a stop token ({stop}): raise max_new_tokens, or check "
+                              "that generation_config.json lists the token that ends a response")
+    if now < before - 0.1:
+        signs["collapse"] = (f"{trained.removesuffix('_mean')} fell from {before:.2f} to {now:.2f}:"
+                             f" training does harm; lower learning_rate = {cfg.learning_rate:g} "
+                             "first, for example to a tenth")
+        return signs
     if kl > 0.2:
         signs["drift"] = (f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise "
                           "kl_coef")

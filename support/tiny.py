@@ -185,7 +185,7 @@ def make_tiny(
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     lines = [json.dumps(problem) + "\n" for problem in skills]
-    (unfinished / "retention.jsonl").write_text("".join(lines))
+    (unfinished / "retention.jsonl").write_text("".join(lines), "utf-8")
     if (folder / "config.json").is_file():  # another process was faster
         shutil.rmtree(unfinished)
     else:
@@ -198,12 +198,26 @@ def make_tiny(
 
 
 def find(folder=Path(__file__).resolve().parent.parent / "tiny"):
-    """Returns the folder of the built-in model, which is built once, in a process of its own."""
+    """Returns the folder of the built-in model, which is built once, in a process of its own.
+    Where the repository cannot be written to, the folder is in the user's cache directory."""
+    if (folder / "config.json").is_file():
+        return folder
+    if not os.access(folder.parent, os.W_OK):
+        folder = cache_directory() / "starter" / folder.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        print(f"the repository cannot be written to: the built-in model is in {folder}")
     if not (folder / "config.json").is_file():
         print("building the tiny model (once, about a minute)", flush=True)
         subprocess.run([sys.executable, "-m", "support.tiny", str(folder)], check=True,
-                       cwd=folder.parent)
+                       cwd=Path(__file__).resolve().parent.parent)
     return folder
+
+
+def cache_directory():
+    """The user's folder for files that can be made again, on each system where it is usual."""
+    usual = {"win32": os.environ.get("LOCALAPPDATA"), "darwin": Path.home() / "Library" / "Caches"}
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform)
+                or Path.home() / ".cache")
 
 
 if __name__ == "__main__":

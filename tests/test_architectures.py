@@ -463,3 +463,11 @@ def test_dropout_that_cannot_be_switched_off_is_refused_with_gradient_checkpoint
 def test_gradient_checkpointing_is_refused_for_a_model_without_it():
     with pytest.raises(starter.InputError, match="use gradient_checkpointing = False"):
         starter.enable_gradient_checkpointing(A.make_model("GPT"))
+
+
+def test_short_rows_on_a_cpu_have_eager_attention_and_long_ones_have_not(checkpoint):
+    policy, _ = starter.init_policy(checkpoint, torch.device("cpu"))
+    starter.choose_attention(policy, starter.SHORT_ROW + 1)
+    assert policy.config._attn_implementation == "sdpa"
+    starter.choose_attention(policy, starter.SHORT_ROW)
+    assert policy.config._attn_implementation == "eager"

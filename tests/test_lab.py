@@ -229,9 +229,10 @@ def test_steps_with_and_without_support_are_the_same_step(tmp_path, kl_penalty):
         assert first["time/total"] > first["time/rollout"] > 0
         logged.append(first)
     for name, value in logged[0].items():
-        if not name.startswith(("time/", "mem/", "train/tokens_per_s")):
+        if name in logged[1] and not name.startswith(("time/", "train/tokens_per_s")):
             assert value == pytest.approx(logged[1][name], rel=1e-3, abs=1e-5), name
-    assert ("train/kl_penalty" in logged[0]) == kl_penalty
+    assert logged[0].keys() >= logged[1].keys()
+    assert ("train/kl_penalty" in logged[1]) == kl_penalty
 
 
 @pytest.mark.slow

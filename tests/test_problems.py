@@ -1,11 +1,15 @@
-"""Problems: Countdown, GSM8K, JSONL files, skills, and which problems a step gets."""
+"""Problems: Countdown, JSONL files, datasets, skills, prompts, and which problems a step gets."""
 import ast
+import importlib.util
 import json
+import sys
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from reference.inputs import make_tokenizer
 
 import starter
 from starter import InputError
@@ -91,9 +95,9 @@ def write_jsonl(path, rows):
     return path
 
 
-def gsm8k_settings(train_file, eval_file=None, n_eval_problems=500):
-    return SimpleNamespace(train_file=train_file, eval_file=eval_file,
-                           n_eval_problems=n_eval_problems)
+def settings_of_files(task, eval_file=None, n_eval_problems=500, dataset=None):
+    return SimpleNamespace(task=task, eval_file=eval_file, n_eval_problems=n_eval_problems,
+                           dataset=dataset)
 
 
 GSM8K_ANSWERS = [  # the file's answer, texts that are right, texts that are wrong
@@ -107,7 +111,7 @@ GSM8K_ANSWERS = [  # the file's answer, texts that are right, texts that are wro
 def test_gsm8k_answers_are_read_as_they_are_written(tmp_path):
     rows = [{"question": "How many?", "answer": answer} for answer, _, _ in GSM8K_ANSWERS]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
-    problems, _ = starter.gsm8k_problems(gsm8k_settings(path, path))
+    problems, _ = starter.problems_of_files(settings_of_files(path, path))
     for problem, (_, right, wrong) in zip(problems, GSM8K_ANSWERS):
         for text in right:
             assert starter.reward_fn(f"<answer>{text}</answer>", problem) == 1.0, (problem, text)
@@ -117,17 +121,17 @@ def test_gsm8k_answers_are_read_as_they_are_written(tmp_path):
 
 def test_gsm8k_prompt_holds_the_question(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why {x}?", "answer": "#### 1"}])
-    problems, _ = starter.gsm8k_problems(gsm8k_settings(path, path))
+    problems, _ = starter.problems_of_files(settings_of_files(path, path))
     assert problems[0]["prompt"].startswith("Why {x}?\n")
 
 
 def test_gsm8k_without_an_eval_file_holds_out_a_quarter(tmp_path):
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(1000)]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
-    train, held_out = starter.gsm8k_problems(gsm8k_settings(path))
+    train, held_out = starter.problems_of_files(settings_of_files(path))
     assert len(train) + len(held_out) == 1000 and 200 < len(held_out) < 300
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
-    few = starter.gsm8k_problems(gsm8k_settings(path, n_eval_problems=7))
+    few = starter.problems_of_files(settings_of_files(path, n_eval_problems=7))
     assert few == (train, held_out[:7])
 
 
@@ -135,25 +139,34 @@ def test_gsm8k_with_an_eval_file_trains_on_all_of_the_train_file(tmp_path):
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
     train_file = write_jsonl(tmp_path / "train.jsonl", rows[:12])
     eval_file = write_jsonl(tmp_path / "test.jsonl", rows[12:])
-    train, held_out = starter.gsm8k_problems(gsm8k_settings(train_file, eval_file, 5))
+    train, held_out = starter.problems_of_files(settings_of_files(train_file, eval_file, 5))
     assert [p["answer"] for p in train] == [str(i + 1) for i in range(12)]
     assert [p["answer"] for p in held_out] == [str(i + 1) for i in range(12, 17)]
 
 
-def test_gsm8k_without_a_file_is_refused():
-    with pytest.raises(InputError, match="task = 'gsm8k' needs a JSONL file; use for example"):
-        starter.gsm8k_problems(gsm8k_settings(None))
+def test_prompts_are_texts_or_chat_messages(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt": "What is 1 + 1?", "answer": 2, "level": "easy"},
+        {"prompt": chat, "answer": " 4 "}])
+    assert starter.read_jsonl(path) == [
+        {"prompt": "What is 1 + 1?", "answer": "2", "level": "easy"},
+        {"prompt": chat, "answer": "4"}]
 
 
 def test_jsonl_reads_what_editors_and_windows_write(tmp_path):
     """A byte order mark, carriage returns, empty lines, numbers as answers, a last line without
     an end."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"question": "a", "answer": 12}\r\n\r\n'
-                     b'  \n{"question": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}')
-    assert starter.read_jsonl(path, ("question", "answer")) == [
-        {"question": "a", "answer": "12"},
-        {"question": "\u00e9\U0001f600", "answer": "0.5", "more": None}]
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n\r\n'
+                     b'  \n{"prompt": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}')
+    assert starter.read_jsonl(path) == [
+        {"prompt": "a", "answer": "12"},
+        {"prompt": "\u00e9\U0001f600", "answer": "0.5", "more": None}]
+
+
+NEEDS = ("must have a text or a list of chat messages under 'prompt', and a text or a number under "
+         "'answer'; mend or delete it")
 
 
 @pytest.mark.parametrize("line, message", [
@@ -161,35 +174,139 @@ def test_jsonl_reads_what_editors_and_windows_write(tmp_path):
     (b"[" * 100_000, "line 2 is not JSON"),
     (b'{"question": "a \xff", "answer": "1"}', "line 2 is not JSON"),
     (b'{"question": "half of one: \\ud83d", "answer": "1"}', "line 2 is not JSON"),
-    (b'{"question": "a"}', "line 2 has no text under 'answer'; each line must be an object with "
-                           "question and answer"),
-    (b'{"question": "a", "answer": null}', "line 2 has no text under 'answer'"),
-    (b'{"question": "a", "answer": true}', "line 2 has no text under 'answer'"),
-    (b'{"question": ["a"], "answer": "1"}', "line 2 has no text under 'question'"),
-    (b'["question", "answer"]', "line 2 has no text under 'question'"),
-    (b"3", "line 2 has no text under 'question'"),
+    (b'{"prompt": "a"}', "line 2 " + NEEDS),
+    (b'{"question": "a", "answer": null}', "line 2 " + NEEDS),
+    (b'{"prompt": "a", "answer": true}', "line 2 " + NEEDS),
+    (b'{"prompt": " ", "answer": "1"}', "line 2 " + NEEDS),
+    (b'{"prompt": ["a"], "answer": "1"}', "line 2 " + NEEDS),
+    (b'{"prompt": [], "answer": "1"}', "line 2 " + NEEDS),
+    (b'{"prompt": [{"role": "user"}], "answer": "1"}', "line 2 " + NEEDS),
+    (b'{"question": ["a"], "answer": "1"}', "line 2 " + NEEDS),
+    (b'["prompt", "answer"]', "line 2 " + NEEDS),
+    (b"3", "line 2 " + NEEDS),
 ])
 def test_jsonl_names_the_line_that_is_wrong(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "a", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message):
-        starter.read_jsonl(path, ("question", "answer"))
+        starter.read_jsonl(path)
 
 
 def test_jsonl_without_lines_or_without_a_file_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n \n")
-    with pytest.raises(InputError, match="has no lines; each line must be a JSON object"):
-        starter.read_jsonl(path, ("a",))
+    with pytest.raises(InputError, match="has no lines; each must be a JSON object"):
+        starter.read_jsonl(path)
     with pytest.raises(InputError, match="is not a file; give the path of a JSONL file"):
-        starter.read_jsonl(tmp_path, ("a",))
+        starter.read_jsonl(tmp_path)
+
+
+class Datasets:
+    """The library datasets, as far as it is called."""
+
+    def __init__(self, **splits):
+        self.splits = splits
+        self.asked = []
+
+    def load_dataset(self, *name):
+        self.asked.append(name)
+        return self.splits
+
+
+def test_dataset_gives_its_train_and_test_rows(monkeypatch):
+    rows = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
+    library = Datasets(train=rows[:30], test=rows[30:])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    cfg = settings_of_files("countdown", n_eval_problems=5, dataset="openai/gsm8k:main")
+    train, held_out = starter.problems_of_files(cfg)
+    assert library.asked == [("openai/gsm8k", "main")]
+    assert [p["answer"] for p in train] == [str(i + 1) for i in range(30)]
+    assert [p["answer"] for p in held_out] == [str(i + 1) for i in range(30, 35)]
+    library.splits = {"train": rows}
+    train, held_out = starter.problems_of_files(cfg)
+    assert len(held_out) == 5 and len(train) < 40
+    library.splits = {"train": [{"text": "a"}]}
+    with pytest.raises(InputError, match="openai/gsm8k, train row 0, must have a text or a list"):
+        starter.problems_of_files(cfg)
+
+
+def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(40)]
+    (tmp_path / "me" / "sums").mkdir(parents=True)
+    write_jsonl(tmp_path / "me" / "sums" / "train.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    train, held_out = starter.problems_of_files(settings_of_files("x", dataset="me/sums"))
+    assert sorted(int(p["answer"]) for p in train + held_out) == list(range(1, 41))
+
+
+def test_dataset_without_the_library_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="dataset = 'a/b' needs the library datasets, which is "
+                                         "not installed here; install it, or give the path"):
+        starter.problems_of_files(settings_of_files("countdown", dataset="a/b"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts and the model's context
+
+def fitted(lengths_of_train, lengths_of_held_out, context=20, max_new_tokens=8):
+    """fit_to_context with prompts of these many tokens: their problems, ids and lines."""
+    problems = starter.Problems(
+        *([{"prompt": "a" * n, "answer": ""} for n in lengths]
+          for lengths in (lengths_of_train, lengths_of_held_out)), [])
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(
+        max_position_embeddings=context))
+    tokenizer = mock.Mock(chat_template=None, side_effect=lambda text: {
+        "input_ids": [1] * len(text)})
+    cfg = SimpleNamespace(max_new_tokens=max_new_tokens, enable_thinking=False)
+    return starter.fit_to_context(problems, SimpleNamespace(config=config), tokenizer, cfg)
+
+
+def test_prompts_too_long_for_the_model_are_counted_and_left_out():
+    problems, prompts, lines = fitted([5, 12, 13, 3], [12, 12])
+    assert [len(p["prompt"]) for p in problems.train] == [5, 12, 3]
+    assert list(map(len, prompts)) == [5, 12, 3, 12, 12]
+    assert lines == ["1 of 4 training prompts do not fit, with max_new_tokens = 8, into the 20 "
+                     "tokens that the model reads; they are left out"]
+    assert fitted([12], [12])[2] == [] and fitted([99], [99], context=None)[2] == []
+
+
+def test_run_is_refused_where_more_than_half_of_the_prompts_are_too_long():
+    assert len(fitted([5, 13], [5])[0].train) == 1
+    with pytest.raises(InputError, match="2 of 3 training prompts do not fit, .*; use 6 or fewer"):
+        fitted([5, 14, 15], [5])
+    with pytest.raises(InputError, match="1 of 1 held-out prompts .*; shorten the prompts"):
+        fitted([5], [20])
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_chat_messages_go_through_the_chat_template_as_they_are(thinking):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content + '.' }}{% endfor %}"
+        "{{ 'think' if enable_thinking else 'answer' }}")
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
+    ids = starter.prompt_ids_of([{"prompt": chat}, {"prompt": "2+2"}], tokenizer, thinking)
+    ending = "think" if thinking else "answer"
+    assert [tokenizer.decode(prompt) for prompt in ids] == [
+        f"system:be brief.user:2+2.{ending}", f"user:2+2.{ending}"]
+
+
+def test_chat_messages_without_a_chat_template_are_refused():
+    tokenizer = SimpleNamespace(chat_template=None)
+    with pytest.raises(InputError, match="is a list of chat messages, and the tokenizer has no"):
+        starter.prompt_ids_of([{"prompt": [{"role": "user", "content": "a"}]}], tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
 # load_problems
 
 def problems_of(train, held_out):
-    return SimpleNamespace(task=lambda cfg: (train, held_out))
+    return SimpleNamespace(task=lambda cfg: (train, held_out), dataset=None)
 
 
 ONE = [{"prompt": "a"}]
@@ -213,7 +330,7 @@ def test_load_problems_refuses_what_is_not_two_lists(tmp_path, found, message):
         return found
 
     with pytest.raises(InputError, match=f"task = 'my_task' {message}"):
-        starter.load_problems(SimpleNamespace(task=my_task), tmp_path)
+        starter.load_problems(SimpleNamespace(task=my_task, dataset=None), tmp_path)
 
 
 @pytest.mark.parametrize("found, message", [
@@ -230,7 +347,7 @@ def test_guarded_run_says_what_a_task_returned_wrongly(tmp_path, found, message)
         return found
 
     with pytest.raises(InputError, match=f"task = 'my_task' {message}"):
-        runs.GuardedRun.load_problems(SimpleNamespace(task=my_task), tmp_path)
+        runs.GuardedRun.load_problems(SimpleNamespace(task=my_task, dataset=None), tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -251,9 +251,13 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
 
     run = type("RunWithoutGuards", (), {"reward_of": staticmethod(starter.reward_of)})
     parts = starter.Parts(starter.PLAIN, starter.OneProcess(), run)
-    texts, rewards = starter.score(responses, problems, tokenizer, reward, parts)
+    texts, rewards, _ = starter.score(responses, problems, tokenizer, reward, parts)
     assert texts == list("xyzuvw")
     assert rewards.tolist() == [1, 1, 1, 2, 3, 2] and rewards.dtype == torch.float32
+    weighted = [(reward, 0.5), (lambda text, problem: ord(text) - ord("u"), 2.0)]
+    _, rewards, means = starter.score(responses, problems, tokenizer, weighted, parts)
+    assert rewards.tolist() == [0.5 + 6, 0.5 + 8, 0.5 + 10, 1.0, 1.5 + 2, 1.0 + 4]
+    assert means == pytest.approx({"reward/reward": 10 / 6, "reward/<lambda>": 15 / 6})
 
 
 def test_score_leaves_out_special_tokens_and_keeps_answer_tags():

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from conftest import scalars, settings, variety
+from conftest import save_checkpoint, scalars, settings, variety
 
 import starter
 from lab import crash_test
@@ -245,7 +246,7 @@ def test_plain_run_does_not_resume_from_half_a_checkpoint(checkpoint, tmp_path):
     kill("plain", checkpoint, tmp_path, at_call(starter, "log_train", 3, die))
     file, = tmp_path.glob("runs/*/checkpoints/*")
     os.truncate(file, file.stat().st_size // 2)
-    with pytest.raises(safetensors.SafetensorError):
+    with pytest.raises(InputError, match="step_00000002.safetensors' is not a checkpoint that can"):
         resume("plain", checkpoint, tmp_path)
 
 
@@ -287,7 +288,8 @@ def test_run_of_an_older_version_goes_on(checkpoint, tmp_path, capsys, kind):
 
 def test_runs_of_the_same_second_get_a_folder_each(tmp_path):
     """Nor does one run write into the folder of another, whatever its name."""
-    cfg = SimpleNamespace(out_dir=tmp_path, resume=False, parameters=[])
+    cfg = SimpleNamespace(out_dir=tmp_path, resume=False, resume_from=None, run_name="same",
+                          parameters=[])
     first, second = (starter.Run(cfg, starter.OneProcess()) for _ in range(2))
     assert first.folder != second.folder
     first.make_folder()
@@ -342,8 +344,15 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
         run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
     assert ended.value.code == status
     printed = capsys.readouterr().out
-    assert "stopping after this step, with a checkpoint; once more: now, without\n" in printed
-    assert "stopped after step 3; resume = True goes on from the last checkpoint\n" in printed
+    assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
+    assert "stopped after step 3 of 6; resume = True goes on from there\n" in printed
+    assert "Eval at step 3 |" in printed and "=== Report ===" in printed
+    [folder] = (tmp_path / "runs").iterdir()
+    assert (folder / "report.txt").read_text().strip() in printed
+    saved = safetensors.torch.load_file(folder / "model" / "model.safetensors")
+    weights = safetensors.torch.load_file(
+        folder / "checkpoints" / "step_00000003.safetensors")
+    assert all(torch.equal(saved[name], weights[f"weights {name}"]) for name in saved)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert checkpoints_of(tmp_path) == ["step_00000003"]
     gc.collect()
@@ -360,6 +369,85 @@ def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path, kind):
     with at_call(starter, "accumulate_gradients", 2, twice), pytest.raises(KeyboardInterrupt):
         run(kind, **full_settings(checkpoint, tmp_path))
     assert checkpoints_of(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# A new run that goes on from another's checkpoint, and names of runs
+
+@both
+def test_resume_from_begins_a_new_run_under_other_settings(checkpoint, tmp_path, capsys, kind):
+    first = run(kind, **full_settings(checkpoint, tmp_path))["run_folder"]
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    origin = first / "checkpoints" / "step_00000004.safetensors"
+    changes = dict(resume_from=str(origin), kl_coef=0.3, kl_adaptation_method="none",
+                   learning_rate=1e-4, n_train_steps=5)
+    with mock.patch.object(starter, "train", side_effect=StopIteration) as train:
+        with pytest.raises(StopIteration):
+            run(kind, **full_settings(checkpoint, tmp_path, **changes))
+    policy, optimizer = train.call_args.args[0], train.call_args.args[3]
+    saved = safetensors.torch.load_file(origin)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter.detach(), saved[f"weights {name}"])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], saved[f"exp_avg {name}"])
+    capsys.readouterr()
+    fork = run(kind, **full_settings(checkpoint, tmp_path, **changes))["run_folder"]
+    printed = capsys.readouterr().out
+    assert f"resumed: {origin} after step 4" in printed
+    assert "Eval at step 0" not in printed and "Eval at step 4 |" in printed
+    assert re.findall(r"^Step (\d) \|", printed, re.MULTILINE) == ["5"]
+    assert fork != first and scalars(fork)["train/kl_penalty"].keys() == {5}
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@both
+def test_resume_from_takes_the_newest_checkpoint_of_a_run(checkpoint, tmp_path, capsys, kind):
+    first = run(kind, **full_settings(checkpoint, tmp_path, n_train_steps=2))["run_folder"]
+    changes = dict(resume_from=first, n_train_steps=3, seed=5, task="countdown")
+    run(kind, **full_settings(checkpoint, tmp_path, max_new_tokens=8, **changes))
+    assert "step_00000002.safetensors after step 2" in capsys.readouterr().out
+
+
+@both
+def test_checkpoint_of_another_model_is_refused(checkpoint, tmp_path, kind):
+    first = run(kind, **full_settings(checkpoint, tmp_path, n_train_steps=2))["run_folder"]
+    other = save_checkpoint(tmp_path / "other", intermediate_size=64)
+    changes = dict(resume_from=first, model_id=str(other), n_train_steps=3)
+    with pytest.raises(InputError, match="which '.*other' does not have; use the model that it"):
+        run(kind, **full_settings(checkpoint, tmp_path) | changes)
+
+
+@needs_support
+def test_damaged_checkpoint_is_no_origin(checkpoint, tmp_path):
+    first = run(**full_settings(checkpoint, tmp_path, n_train_steps=2))["run_folder"]
+    origin = first / "checkpoints" / "step_00000002.safetensors"
+    content = bytearray(origin.read_bytes())
+    content[-1] ^= 1
+    origin.write_bytes(content)
+    with pytest.raises(InputError, match="is damaged .its checksum is another.; give another"):
+        run(**full_settings(checkpoint, tmp_path, n_train_steps=3, resume_from=origin))
+
+
+@needs_support
+@pytest.mark.parametrize("changes, name", [
+    (dict(), ""),
+    (dict(use_kl_penalty=True), "kl0.3"),
+    (dict(use_kl_penalty=True, kl_coef=0.02, learning_rate=3e-5, seed=1), "kl0.02_seed1_lr3e-5"),
+    (dict(use_kl_penalty=True, kl_adaptation_method="dynamic+sigmoid"), "kl0.3_dynamic+sigmoid"),
+    (dict(n_train_steps=50, engine="transformers", out_dir="elsewhere"), "steps50"),
+    (dict(task="a/b/sums.jsonl", reward=variety), "sums.jsonl_variety"),
+    (dict(clip_range=(0.2, 0.28)), "clip_range-0.2-0.28"),
+])
+def test_run_is_named_by_the_settings_that_were_changed(changes, name):
+    defaults = {key: p.default for key, p in inspect.signature(starter.main).parameters.items()}
+    cfg = SimpleNamespace(**defaults | {"model_id": "tiny"} | starter.TINY | changes,
+                          parameters=list(defaults))
+    assert runs.name_of(runs.changed_settings(cfg), cfg) == name
+
+
+@both
+def test_run_name_ends_the_name_of_the_folder(checkpoint, tmp_path, kind):
+    folder = run(kind, **settings(checkpoint, tmp_path, n_train_steps=1, run_name="mine"))
+    assert re.fullmatch(r"[\d_.-]+_mine", folder["run_folder"].name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -853,6 +941,52 @@ def test_same_seed_gives_the_same_numbers(checkpoint, tmp_path, kind):
     assert first == second != other
 
 
+@both
+@pytest.mark.parametrize("loss_average", ["grpo", "dapo"])
+def test_truncated_responses_can_be_left_out_of_the_loss(checkpoint, tmp_path, kind,
+                                                         loss_average):
+    """Only tokens of responses that ended by themselves have a weight, and their weights add up
+    as if there were no others."""
+    real_rollout, real_update = starter.rollout, starter.accumulate_gradients
+    sampled, updated = [], []
+
+    def rollout(*given):
+        responses = [r._replace(finished=i % 3 == 0) for i, r in enumerate(real_rollout(*given))]
+        sampled.append(responses)
+        return responses
+
+    def update(policy, microbatches, *others):
+        updated.append([dict(rows) for rows in microbatches])
+        return real_update(policy, microbatches, *others)
+
+    with mock.patch.object(starter, "rollout", rollout), \
+            mock.patch.object(starter, "accumulate_gradients", update):
+        run(kind, **settings(checkpoint, tmp_path, n_train_steps=1, mask_truncated=True,
+                             loss_average=loss_average))
+    finished = [r for r in sampled[1] if r.finished]
+    counted = torch.cat([(rows["weights"] > 0).sum(dim=1) for rows in updated[0]])
+    assert sorted(counted[counted > 0].tolist()) == sorted(len(r.response_ids) for r in finished)
+    weights = sum(rows["weights"].sum() for rows in updated[0])
+    assert weights == pytest.approx(1.0 if loss_average == "dapo" else len(finished) / ROLLOUT)
+
+
+@both
+def test_step_of_truncated_responses_alone_changes_nothing(checkpoint, tmp_path, kind):
+    real = starter.rollout
+
+    def rollout(*given):
+        return [response._replace(finished=False) for response in real(*given)]
+
+    with mock.patch.object(starter, "rollout", rollout):
+        result = run(kind, **settings(checkpoint, tmp_path, n_train_steps=2, mask_truncated=True,
+                                      use_kl_penalty=True, kl_coef=0.1))
+    logged = scalars(result["run_folder"])
+    assert set(logged["train/loss"].values()) == set(logged["train/grad_norm"].values()) == {0.0}
+    before = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    after = safetensors.torch.load_file(result["run_folder"] / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @plain_first
 def test_saved_model_is_the_trained_one(checkpoint, tmp_path, kind):
     trained = {}
@@ -985,7 +1119,8 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 
 @needs_support
 def test_warning_signs_name_what_is_wrong_and_nothing_else():
-    cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True)
+    cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True, learning_rate=1e-5,
+                          max_new_tokens=16, stop_token_ids=(7,))
     first = dict(response_length=8.0, reward_mean=0.3, retention_sort=0.9, kl_per_token=0.0)
     fine = dict(response_length=9.0, reward_mean=0.6, retention_sort=0.88, kl_per_token=0.005,
                 kl_capped_frac=0.02)
@@ -999,9 +1134,17 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
             ("stuck", dict(reward_mean=0.31), "nothing is learnt"),
             ("retention_sort", dict(retention_sort=0.8), "sort fell from 90% to 80%"),
             ("length", dict(response_length=12.1), "1.5 times as long as at first"),
-            ("cut", dict(kl_capped_frac=0.2), "their ratio is cut")):
+            ("cut", dict(kl_capped_frac=0.2), "their ratio is cut"),
+            ("truncated", dict(truncated_frac=1.0), "max_new_tokens = 16, none reached a stop"),
+            ("collapse", dict(reward_mean=0.1), "reward fell from 0.30 to 0.10"),
+            # Of a run that collapses the learning rate is named, not the KL penalty.
+            ("collapse", dict(reward_mean=0.1, retention_sort=0.2), "learning_rate = 1e-05 first")):
         found = signs(**changes)
         assert list(found) == [name] and words in found[name]
+    first |= dict(frac_zero_std=1.0)
+    assert list(signs(frac_zero_std=1.0)) == ["equal"] and signs(frac_zero_std=0.9) == {}
+    first |= dict(frac_zero_std=0.2)
+    assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
     assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["retention_sort"]
 
