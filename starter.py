@@ -44,8 +44,11 @@ Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 
+if __name__ == "__main__":  # Ctrl-C is one line, also while the imports below take their seconds
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("starter.py stopped: interrupted"))
 if sys.version_info < (3, 11):
     sys.exit("starter.py needs Python 3.11 or newer, and this is "
              f"{sys.version.split()[0]}; run it with a newer one")
@@ -87,7 +90,6 @@ import operator
 import random
 import re
 import shutil
-import signal
 import textwrap
 import threading
 import time
@@ -1085,6 +1087,13 @@ COEFFICIENT_RULES = {
 }
 
 
+KL_OPTIONS = {
+    "kl_estimator": ["k1", "k2", "k3", "exact"],
+    "kl_gradient": ["reverse", "as_written"],
+    "kl_in": ["loss", "loss_to_go", "reward"],
+}
+
+
 @dataclass(frozen=True)
 class KLSettings:
     """Everything about the KL term but its coefficient. main() explains the choices."""
@@ -1100,6 +1109,17 @@ class KLSettings:
     beta_schedule_steps: int = 1000
     max_new_tokens: int = 256  # the divisor of "length_normalized_sound"
     ratio_cap: float = 2.0  # pi / old is cut here in the gradient; math.inf is exact, but unbounded
+
+    def __post_init__(self):
+        """Raises InputError for a value that is not known: it would act like another."""
+        for name, value in (("kl_estimator", self.estimator), ("kl_gradient", self.gradient),
+                            ("kl_in", self.placement)):
+            if value not in KL_OPTIONS[name]:
+                raise InputError(f"{name} = {value!r} is not known; "
+                                 f"{nearest(value, KL_OPTIONS[name])}")
+        if not self.target > 0:
+            raise InputError(f"kl_target = {self.target!r} must be a number above 0, in nats per "
+                             "token; use for example 0.1")
 
     def rule_among(self, rules):
         """Returns the name of the part of self.adaptation that is among the rules, or None."""
@@ -1517,9 +1537,6 @@ OPTIONS = {
     "task": TASKS,
     "engine": ["auto", "vllm", "transformers"],
     "loss_average": ["grpo", "dapo", "dr_grpo"],
-    "kl_estimator": ["k1", "k2", "k3", "exact"],
-    "kl_gradient": ["reverse", "as_written"],
-    "kl_in": ["loss", "loss_to_go", "reward"],
 }
 AT_LEAST = {"n_train_steps": 1, "group_size": 2, "rollout_batch_size": 2, "max_new_tokens": 1,
             "epochs_per_rollout": 1, "n_eval_problems": 1}
@@ -1731,7 +1748,7 @@ def log_eval(run, step, metrics, samples):
     for name, value in metrics.items():
         run.log("add_scalar", f"eval/{name}", value, step)
         if name.startswith("retention_"):
-            line += f" | {name.removeprefix('retention_')}: {value:.1%}"
+            line += f" | {name.removeprefix('retention_')}: {value:.0%}"
     for i, (problem, text, reward) in enumerate(samples):
         run.log("add_text", f"samples/{i}", sample_text(problem, text, reward), step)
     return wrapped(line)

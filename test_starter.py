@@ -1044,6 +1044,18 @@ def test_log_prob_pass_needs_little_memory(how, what):
     assert gigabytes > 7 if how == "whole" else gigabytes < 1.2
 
 
+@pytest.mark.parametrize("changes, message", [
+    (dict(estimator="k4"), "kl_estimator = 'k4' is not known; "),
+    (dict(gradient="revers"), r"kl_gradient = 'revers' is not known; did you mean 'reverse'\?"),
+    (dict(placement="advantage"), "kl_in = 'advantage' is not known; use one of 'loss', "),
+    (dict(target=0.0), "kl_target = 0.0 must be a number above 0, in nats per token"),
+    (dict(target=math.nan), "kl_target = nan must be a number above 0"),
+])
+def test_kl_settings_refuse_what_would_act_like_another_value(changes, message):
+    with pytest.raises(starter.InputError, match=message):
+        KLSettings(**changes)
+
+
 # --------------------------------------------------------------------------------------------------
 # Update
 

@@ -18,6 +18,7 @@
                                             each -> bench_scaling.csv
     python -m lab.bench --start             from `python starter.py` to its first finished step
                                             -> bench_start.csv
+    python -m lab.bench --neighbours        a step beside busy processes -> bench_neighbours.csv
     python -m lab.bench --card              everything on this GPU (on a CPU: a small rehearsal)
                                             -> bench_card.csv
 
@@ -779,6 +780,41 @@ def draw_learning():
     figure.savefig(FIGURES / "learning.png", dpi=110)
 
 
+NEIGHBOUR_PROGRAM = """
+import statistics, sys, tempfile, time
+import starter
+from lab import bench
+with tempfile.TemporaryDirectory() as folder:
+    ours = bench.Ours(bench.make_checkpoint(folder, **bench.SIZES["S"]), 16, True, False)
+    for _ in range(3):
+        ours.step()
+    seconds = [ours.step()["time/total"] for _ in range(int(sys.argv[1]))]
+print("result", statistics.median(seconds))
+"""
+
+
+def neighbours(rounds=3, steps=20):
+    """Returns rows: a step of model S while other processes keep cores busy, for several values of
+    GOMP_SPINCOUNT, which says how long a waiting thread holds its core. In turns."""
+    seconds = {}
+    for _ in range(rounds):
+        for busy in (0, 1, 2):
+            for spin_count in ("0", "1000", "20000"):
+                others = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                          for _ in range(busy)]
+                process = subprocess.run(
+                    [sys.executable, "-c", NEIGHBOUR_PROGRAM, str(steps)], cwd=REPOSITORY,
+                    env=os.environ | {"GOMP_SPINCOUNT": spin_count}, stdout=subprocess.PIPE,
+                    text=True, check=True)
+                for other in others:
+                    other.kill()
+                    other.wait()
+                found = float(process.stdout.split("result ")[-1])
+                seconds.setdefault((busy, spin_count), []).append(found)
+    return [{"busy_neighbours": busy, "spin_count": spin_count, "rounds": rounds,
+             **three_numbers("step", values)} for (busy, spin_count), values in seconds.items()]
+
+
 SCALING_PROGRAM = """
 import json, sys
 sys.path.insert(0, {repository!r})
@@ -969,6 +1005,8 @@ def measure(arguments):
         return append("default", learning())
     if arguments.scaling:
         return append("scaling", scaling(arguments.sizes))
+    if arguments.neighbours:
+        return append("neighbours", neighbours())
     if arguments.start:
         return append("start", start_to_first_step())
     if arguments.card:
@@ -997,7 +1035,7 @@ def main():
     parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
     parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
     for part in ("alone", "phases", "growth", "figure", "memory", "learning", "scaling", "start",
-                 "card"):
+                 "neighbours", "card"):
         parser.add_argument(f"--{part}", action="store_true")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -605,6 +605,18 @@ def scaling_table():
     return markdown(["model", "processes, a thread each", "s a step", "weak scaling"], lines)
 
 
+def neighbour_table():
+    """A step beside busy processes, by GOMP_SPINCOUNT."""
+    rows = last_rows("neighbours", "busy_neighbours", "spin_count")
+    counts = sorted({int(row["spin_count"]) for row in rows})
+    lines = []
+    for busy in sorted({row["busy_neighbours"] for row in rows}):
+        of_busy = {row["spin_count"]: row for row in rows if row["busy_neighbours"] == busy}
+        lines.append([busy, *(median_and_range(of_busy[str(count)], "step") for count in counts)])
+    return markdown(["busy processes beside it", *(f"`GOMP_SPINCOUNT={count}`, s"
+                                                   for count in counts)], lines)
+
+
 def start_table():
     rows = read_csv(RESULTS / "bench_start.csv")
     first = numbers_of(rows, "first_step_s")
@@ -730,6 +742,7 @@ TABLES = {
     "speed": speed_table, "versions": version_table, "alone": alone_table, "phases": phase_table,
     "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
+    "neighbours": neighbour_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,
     "tinker_verdicts": tinker_verdict_table,

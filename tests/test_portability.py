@@ -1,10 +1,13 @@
 """Windows, macOS, older Pythons, folders that cannot be written: what is missing there is hidden
-here, since no such machine is at hand."""
+here, since no such machine is at hand. And Ctrl-C before training."""
 import ast
 import inspect
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,3 +130,29 @@ def test_mps_is_accepted_as_a_device(checkpoint, tmp_path):
     cfg = SimpleNamespace(**defaults | settings(checkpoint, tmp_path) | {"device": "mps"})
     starter.check_settings(cfg)
     assert "MPS, on which nothing has been tested" in starter.choose_hardware(cfg)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+@pytest.mark.parametrize("moment", ["imports", "quick tests", pytest.param(
+    "building the built-in model", marks=needs_support)])
+def test_interrupt_before_training_is_one_line(checkpoint, tmp_path, moment):
+    """Ctrl-C reaches every process of the terminal, so that of the built-in model as well."""
+    for name in ("starter.py", "support"):
+        if (REPOSITORY / name).exists():
+            copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+            copy(REPOSITORY / name, tmp_path / name)
+    process = subprocess.Popen([sys.executable, "starter.py"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                               start_new_session=True)
+    sign = {"quick tests": "=== Running", "building the built-in model": "building the tiny"}
+    if moment == "imports":
+        time.sleep(0.5)
+    else:
+        while sign[moment] not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(0.2 if moment == "quick tests" else 6)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert errors == "starter.py stopped: interrupted\n"
