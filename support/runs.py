@@ -866,7 +866,7 @@ class GuardedRun(starter.Run):
                   "kl_coef": cfg.kl_coef if cfg.use_kl_penalty else 0.0}
         settings = {}
         for name, value in (changed_settings(cfg) | always).items():
-            if name not in ("out_dir", "run_name", "resume", "resume_from"):
+            if name not in NOT_IN_NAME or name in always:
                 is_plain = isinstance(value, (bool, int, float))
                 settings[name] = value if is_plain else starter.describe(value)
         outcome = {f"hparam/{name}": value for name, value in result["after"].items()
