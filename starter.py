@@ -7,7 +7,7 @@
 #     "tqdm==4.70.1",
 # ]
 # ///
-"""starter.py: GRPO with a KL penalty, in one file that you can read, copy and change.
+"""starter.py: GRPO with an optional KL penalty, in one file that you can read, copy and change.
 
     python starter.py                       runs the quick tests, then main(): evaluate, train,
                                             evaluate, report
@@ -19,9 +19,12 @@ bottom in the order in which the data flows:
     problems -> prompts -> rollout -> rewards -> advantages -> microbatches -> log-probs -> loss
         -> optimiser -> weights into the sampler -> log, evaluate, save
 
-Sections 4 to 10 and 15 are the algorithm: from the rollout to the update, and the loop, just
-under 1,000 lines. The others load (1 to 3), check (11, 13), evaluate, log and save (12, 14), and
-hold the numbers and the quick tests (16, 17).
+Sections 4 to 10 and 15 are the algorithm: from the rollout to the update, and the loop. The
+others load (1 to 3), check (11, 13), evaluate, log and save (12, 14), and hold the numbers and the
+quick tests (16, 17). To change the task, edit section 1; the reward 5, the advantage 6, the
+average over tokens 7, the loss or the KL 9, the learning-rate schedule 15, the numbers 16. Leave
+the shift in make_batch, the token weights, the stop-gradients of the KL and the line that sets
+old_log_probs as they are, or change them with their tests at hand.
 
 GRPO (Shao et al. 2024, arXiv:2402.03300) samples a group of responses to each prompt, scores
 them with a rule, and makes the responses that beat their group's mean more likely. This file
@@ -48,7 +51,11 @@ import signal
 import sys
 
 if __name__ == "__main__":  # Ctrl-C is one line, also while the imports below take their seconds
-    signal.signal(signal.SIGINT, lambda *_: sys.exit("starter.py stopped: interrupted"))
+    def stop(*_):
+        print("starter.py stopped: interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+    signal.signal(signal.SIGINT, stop)
 if sys.version_info < (3, 11):
     sys.exit("starter.py needs Python 3.11 or newer, and this is "
              f"{sys.version.split()[0]}; run it with a newer one")
@@ -552,7 +559,7 @@ class DrawTokens:
                                         self.sampling.temperature)
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
-        return logits.scatter_(1, tokens, math.inf)
+        return logits.scatter_(1, tokens, math.inf)  # generate() takes the largest: these
 
     def responses(self, prompts):
         """The rows' prompts -> their Responses, each cut after its first stop token."""
@@ -722,8 +729,9 @@ def reward_of(reward, text, problem):
         if isinstance(value, numbers.Real) or isinstance(value, torch.Tensor):
             return float(value)
     except Exception as error:  # the user's own function on a model's text
-        raise InputError(f"reward raised {in_one_line(error)} on the text {text[:200]!r}; it must "
-                         "return one number for every text") from error
+        raise InputError(f"reward raised {in_one_line(error)} on the text {text[:200]!r} of a "
+                         f"problem with {', '.join(map(str, problem))}; it must return one number "
+                         "for every text") from error
     raise InputError(f"reward returned {repr(value)[:200]} on the text {text[:200]!r}; it must "
                      "return one number for every text")
 
@@ -1178,7 +1186,11 @@ def kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_k
     d = (policy_log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
     ratio_to_old = torch.exp(policy_log_probs - old_log_probs).detach().clamp(max=kl.ratio_cap)
     value = compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl.estimator)
-    score = ratio_to_old * d * policy_log_probs
+    return with_gradient_of(value, ratio_to_old * d * policy_log_probs)
+
+
+def with_gradient_of(value, score):
+    """Returns a tensor with the numbers of value and with the gradient of score added to its."""
     return value + score - score.detach()
 
 
@@ -1218,8 +1230,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_k
     ratio_to_old = torch.exp(policy_log_probs - old_log_probs).detach()
     if kl.placement == "loss_to_go":
         later = (sum_to_go(adapted, mask) - adapted).detach()
-        score = ratio_to_old.clamp(max=kl.ratio_cap) * later * policy_log_probs
-        penalty = adapted + score - score.detach()
+        capped = ratio_to_old.clamp(max=kl.ratio_cap)
+        penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
 
     d = (policy_log_probs - ref_log_probs).detach()
     shown = {name: compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), name)
@@ -1245,7 +1257,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
 
-    # The PPO-clipped term (arXiv:1707.06347). This ratio is used here and nowhere else.
+    # The PPO-clipped term (arXiv:1707.06347). This ratio is used here and nowhere else. In the
+    # first epoch of a rollout it is 1: a change of it shows with epochs_per_rollout above 1.
     clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -1296,7 +1309,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, compute
     else:
         exact_kl = None
         ref_log_probs = rows.get("ref_log_probs")
-    old_log_probs = rows.get("old_log_probs", log_probs.detach())
+    old_log_probs = rows.get("old_log_probs", log_probs.detach())  # train() sets them in epoch 0
 
     advantages = rows["advantages"]
     if cfg.kl.placement == "reward" and ref_log_probs is not None:
@@ -1592,7 +1605,7 @@ def check_settings(cfg):
          f"{cfg.group_size}; use {near} or {near + cfg.group_size}"),
         (not are_rewards(cfg.reward),
          f"reward = {cfg.reward!r} must be a function (response_text, problem) -> number, or a "
-         "list of (function, weight); use reward_fn"),
+         "list of (function, weight); use reward_fn or [(reward_fn, 1.0)]"),
         (not device, f"device = {str(cfg.device)!r} is not known; use 'auto', 'cpu' or 'cuda'"),
         (device and "cuda" in device[0] and int(device[2] or 0) >= n_gpus,
          f"device = {str(cfg.device)!r} needs a CUDA GPU of that number and there are {n_gpus} "
@@ -1839,7 +1852,7 @@ class Run:
                 raise InputError(f"resume_from = {str(origin)!r} has no checkpoint; give the "
                                  "folder of a run that has saved one")
             self.state = {name: self.state[name] for name in (*FIRST_STATE, "parts")} | {
-                "kl": None, "log_sizes": {}}
+                "kl": None, "log_sizes": {}, "tokens": 0, "seconds": 0.0}
 
     def find_run(self):
         """Finds the folder of the run to resume, and compares its settings with the present."""
@@ -1873,8 +1886,8 @@ class Run:
         if done > self.cfg.n_train_steps:
             raise InputError(f"n_train_steps = {self.cfg.n_train_steps} is less than the {done} "
                              f"steps that {checkpoint} has done; use at least {done}")
-        self.lines.append(f"resumed: {self.folder if self.cfg.resume else checkpoint} "
-                          + (f"after step {done}" if done else "from the start"))
+        how = f"resumed: {self.folder}" if self.cfg.resume else f"a new run from {checkpoint}"
+        self.lines.append(how + (f" after step {done}" if done else " from the start"))
 
     def newest_checkpoint(self, folder):
         return max(folder.glob("checkpoints/step_*.safetensors"), default=None)
@@ -2096,7 +2109,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
     prompts_per_step = cfg.rollout_batch_size // cfg.group_size
 
     for step in run.remaining_steps():
-        if cfg.eval_every and step > 1 and (step - 1) % cfg.eval_every == 0:
+        evaluated = run.state.get("evaluated", 0)
+        if cfg.eval_every and step - 1 > evaluated and (step - 1) % cfg.eval_every == 0:
             # The step before is complete and saved, so that a failure in here loses nothing.
             evaluate_and_log(step - 1, policy, llm, tokenizer, problems, cfg, parts)
         seconds = defaultdict(float)
@@ -2208,7 +2222,8 @@ def with_preset(main):
         if given.get("model_id", parameters["model_id"].default) != "tiny":
             return main(**given)
         preset = {name: value for name, value in TINY.items() if name not in given}
-        shown = ", ".join(f"{name} = {value!r}" for name, value in preset.items())
+        shown = ", ".join(f"{name} = {value!r}" for name, value in preset.items()
+                          if name not in KL_NAMES or given.get("use_kl_penalty"))
         print(wrapped(f"built-in model: TINY, above main(), overrides main() with {shown}"))
         return main(**preset | given)
 
@@ -2224,13 +2239,14 @@ def main(
     task="countdown",  # TINY: "countdown_small"
     dataset=None,  # "user/name" on the Hugging Face hub, instead of task
     eval_file=None,  # JSONL of held-out problems; None: a quarter of the others
-    reward=reward_fn,  # (response_text, problem) -> number; or a list of (function, weight)
+    # (response_text, problem) -> number; 1 or more is "solved". Or a list of (function, weight).
+    reward=reward_fn,
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
 
     # Rollout
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
-    n_train_steps=80,  # rollouts; TINY: 200
+    n_train_steps=80,  # rollouts, those before a resume included; TINY: 200
     rollout_batch_size=128,  # responses per step = prompts x group_size; TINY: 256
     group_size=8,  # responses to one prompt
     max_new_tokens=256,  # longer responses are cut; TINY: 16
@@ -2323,7 +2339,7 @@ def main(
         if "before" not in run.state:
             before = evaluate_and_log(run.state["step"], policy, llm, tokenizer, problems, cfg,
                                       parts)
-            run.state = run.state | {"before": before}
+            run.state = run.state | {"before": before, "evaluated": run.state["step"]}
         train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model,
               cfg.kl_coef if cfg.use_kl_penalty else 0.0)
 
@@ -2347,8 +2363,8 @@ def main(
         (run.folder / "report.txt").write_text(report + "\n", "utf-8")
     run.log("close")
     if run.stopped and run.state["step"] < cfg.n_train_steps:
-        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; resume = True goes "
-              "on from there")
+        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; the same settings "
+              "with resume = True go on from there")
         raise SystemExit(128 + run.stopped)
     return result
 
@@ -2381,7 +2397,9 @@ def settings_from(arguments):
                     "values of TINY.")
     for name, parameter in parameters.items():
         if not callable(parameter.default):
+            is_switch = isinstance(parameter.default, bool)  # --use_kl_penalty alone is True
             parser.add_argument(f"--{name}", type=functools.partial(value_of, parameter.default),
+                                nargs="?" if is_switch else None, const=True if is_switch else None,
                                 metavar=describe(parameter.default),
                                 help=comments.get(name, "").replace("%", "%%"))
     known, others = parser.parse_known_args(arguments)

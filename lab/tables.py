@@ -548,15 +548,16 @@ def cards_table():
     lines = []
     for name, shape in bench.TABLE_SIZES.items():
         cells = []
-        for kl_penalty, checkpointing in ((False, False), (False, True), (True, True)):
+        for kl_penalty, checkpointing in ((False, False), (True, False), (False, True),
+                                          (True, True)):
             parts = bench.predicted_gb(shape, responses, prompts, kl_penalty=kl_penalty,
                                        checkpointing=checkpointing, on_cpu=False,
                                        max_tokens=4_096)
             needed = sum(parts.values()) / (1 - vllm_share)
-            card = next((f"{card} GB" for card in CARDS if card >= needed), "several")
+            card = next((f"{card} GB" for card in CARDS if card >= needed), "more than one")
             cells.append(card)
         lines.append([f"Qwen3-{name}", *cells])
-    return markdown(["model", "KL penalty off", "off, `gradient_checkpointing = True`",
+    return markdown(["model", "KL penalty off", "on", "off, `gradient_checkpointing = True`",
                      "on, `gradient_checkpointing = True`"], lines)
 
 

@@ -193,8 +193,9 @@ def check_model_folder(model_id):
         if not (is_hub_name and isinstance(model_id, Path)):
             return
     if not os.path.isdir(model_id):
+        near = starter.nearest(model_id, ["tiny"])
         raise InputError(f"model_id = {short(model_id)} is not a folder; give a checkpoint folder "
-                         f"or a Hugging Face name, or {starter.nearest(model_id, ['tiny'])}")
+                         f"or a Hugging Face name; {near if 'mean' in near else 'see README.md'}")
     names = {path.name for pattern in ("config.json", "*.safetensors", "*.bin")
              for path in Path(model_id).glob(pattern)}
     if not {"config.json"} < names:
@@ -281,8 +282,9 @@ def unknown_in(problems, tokenizer):
 
 
 def estimated_time(policy, cfg):
-    """Returns a line with the most that a run on a CPU may take: sampling and learning take about
-    eight operations per parameter and token, at the speed of a large matrix product here."""
+    """Returns a line with the most that a run on a CPU may take, if that is a minute or more:
+    sampling and learning take about eight operations per parameter and token, at the speed of a
+    large matrix product here."""
     side = 1024
     matrix = torch.ones(side, side)
     start = time.perf_counter()
@@ -292,8 +294,9 @@ def estimated_time(policy, cfg):
     n_parameters = sum(parameter.numel() for parameter in policy.parameters())
     tokens = cfg.rollout_batch_size * cfg.max_new_tokens
     seconds = 8 * n_parameters * tokens * cfg.epochs_per_rollout / operations_per_second
-    return (f"on this CPU a step of full responses may take about {seconds:.1f} s, all "
-            f"{cfg.n_train_steps} steps {seconds * cfg.n_train_steps / 60:.0f} min")
+    minutes = seconds * cfg.n_train_steps / 60
+    return [f"on this CPU a step of full responses may take about {seconds:.1f} s, all "
+            f"{cfg.n_train_steps} steps {minutes:.0f} min"] if minutes >= 1 else []
 
 
 def notes_on_kl(cfg):
@@ -584,8 +587,10 @@ def name_of(changed, cfg):
     parts = [f"kl{number_text(cfg.kl_coef)}"] if cfg.use_kl_penalty else []
     for name, value in changed.items():
         if name not in NOT_IN_NAME:
-            value = Path(value).name if name in ("model_id", "task", "dataset") and isinstance(
-                value, (str, Path)) else value
+            if name in ("model_id", "task", "dataset") and isinstance(value, (str, Path)):
+                value = Path(value).name
+            if name == "reward" and not callable(value):
+                value = "+".join(starter.describe(reward) for reward, _ in value)
             parts.append(SHORT.get(name, name) + number_text(value))
     return re.sub(r"[^\w.+-]+", "-", "_".join(parts))[:80].strip("-_.")
 
@@ -612,6 +617,10 @@ class GuardedRun(starter.Run):
             cfg.max_tokens_per_microbatch = self.state.get("max_tokens", given)
         if cfg.resume:
             self.lines += changes_since(self.before, self.settings)
+        elif cfg.resume_from is not None:
+            origin = Path(cfg.resume_from)
+            origin = origin if origin.is_dir() else origin.parent.parent
+            self.lines += changes_since(starter.settings_of_run(origin) or {}, self.settings)
         if cfg.use_kl_penalty:
             self.lines += notes_on_kl(cfg)
 
@@ -754,7 +763,8 @@ class GuardedRun(starter.Run):
 
     def check_start(self, policy, ref_model, tokenizer, problems, parts):
         check_overlap(problems)
-        print(*map(starter.wrapped, unknown_in(problems, tokenizer)), sep="\n", end="")
+        for line in unknown_in(problems, tokenizer):
+            print(starter.wrapped(line))
         start = hash_of_weights(policy)
         if self.state.get("start", start) != start:
             raise InputError(f"model_id = {str(self.cfg.model_id)!r} holds other weights than "
@@ -766,7 +776,8 @@ class GuardedRun(starter.Run):
                              "files back, or use resume = False")
         self.state = self.state | {"start": start, "problems": known}
         if policy.device.type == "cpu" and self.cfg.model_id != "tiny":
-            print(estimated_time(policy, self.cfg))
+            for line in estimated_time(policy, self.cfg):
+                print(line)
         rewards = self.cfg.reward
         for reward, _ in [(rewards, 1.0)] if callable(rewards) else rewards:
             value = self.reward_of(reward, "<answer>1</answer>", problems.train[0])
@@ -923,9 +934,11 @@ class GuardedRun(starter.Run):
         text += "\n" + pictures.draw(self, kl, tokenizer)
         forgot = [name for name in result["after"] if name.startswith("retention_")
                   and result["after"][name] < result["before"][name] - 0.05]
+        if result["kl_per_token"] > 0.2 and not self.cfg.use_kl_penalty:
+            text += "\nthat is far from the start: above 0.2 nats per token"
         collapsed = result["after"]["solved"] < result["before"]["solved"] - 0.1
         if forgot and not self.cfg.use_kl_penalty and not collapsed:
-            text += ("\nto keep the other skills, set use_kl_penalty = True in main() "
+            text += ("\nto keep the other skills, set use_kl_penalty = True "
                      "(README_KL.md: how to choose kl_coef)")
         return text
 
@@ -952,7 +965,7 @@ def changes_since(before, settings):
     for name, value in settings.items():
         if name not in before:
             lines.append(f"new since: {name} = {value!r}")
-        elif before[name] != value and name not in ("resume", "out_dir"):
+        elif before[name] != value and name not in ("resume", "resume_from", "out_dir"):
             lines.append(f"changed since: {name} = {value!r} (was {before[name]!r})")
     return lines
 
@@ -989,6 +1002,9 @@ def warning_signs(metrics, first, cfg, step):
         signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
                               f"none reached a stop token ({stop}): raise max_new_tokens, or check "
                               "that generation_config.json lists the token that ends a response")
+    if trained == "solved" and now == before == 0 and metrics.get("reward_mean", 0) > 0:
+        signs["unsolved"] = ("no response earned a reward of 1, which is what counts as solved: "
+                             "watch the reward instead, or let the reward return 1 for a solution")
     if now < before - 0.1:
         signs["collapse"] = (f"{trained.removesuffix('_mean')} fell from {before:.2f} to {now:.2f}:"
                              f" training does harm; lower learning_rate = {cfg.learning_rate:g} "

@@ -140,7 +140,7 @@ def fit(model, ids, labels, steps, batch_size, lr):
 def what_it_can_do(model, tokenizer, skills, seed):
     """Returns the share solved of held-out problems of Countdown and of the skills, greedily."""
     cfg = SimpleNamespace(seed=seed, max_new_tokens=16, eval_temperature=0, temperature=1.0,
-                          reward=starter.reward_fn, bf16=False,
+                          reward=starter.reward_fn, bf16=False, enable_thinking=False,
                           stop_token_ids=(tokenizer.eos_token_id,))
     countdown = starter.make_countdown(500, held_out=True, seed=seed, **starter.SMALL_COUNTDOWN)
     run = SimpleNamespace(reward_of=starter.reward_of)

@@ -61,22 +61,30 @@ def rloo(text):
 def compute_group_normalized_advantages(rewards, group_size, advantage_eps, normalize_by_std):
     groups = rewards.reshape(-1, group_size)
     others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
-    advantages = groups - others
+    advantages = 3 * (groups - others)
     return advantages.reshape(-1), {
         "reward_mean": rewards.mean().item(), "reward_std": groups.std(dim=1).mean().item(),
         "frac_zero_std": (advantages == 0).all(dim=1).float().mean().item()}
 ''')
 
 
-def gspo(text):
-    """The ratio of the policy term becomes that of the whole response (arXiv:2507.18071)."""
+TOKEN_RATIO = "torch.exp(policy_log_probs - old_log_probs)"
+SEQUENCE_RATIO = ("torch.exp(masked_mean(policy_log_probs - old_log_probs, mask, dim=1))[:, None]"
+                  ".expand_as(mask)")
+
+
+def with_ratio(text, ratio):
+    """Sets the ratio of the policy term. Returns None where compute_loss has no line for it,
+    since somebody has rewritten the term."""
     start = text.index("\ndef compute_loss(")
     end = text.index("\ndef ", start + 1)
-    sequence_ratio = ("    ratio = torch.exp(masked_mean(policy_log_probs - old_log_probs, mask, "
-                      "dim=1))[:, None].expand_as(mask)")
-    function, n = re.subn(r"(?m)^    ratio = .*$", sequence_ratio, text[start:end])
-    assert n == 1, "compute_loss has no line for the ratio of the policy term"
-    return text[:start] + function + text[end:]
+    function, n = re.subn(r"(?m)^    ratio = .*\)$", f"    ratio = {ratio}", text[start:end])
+    return text[:start] + function + text[end:] if n == 1 else None
+
+
+def gspo(text):
+    """The ratio of the policy term becomes that of the whole response (arXiv:2507.18071)."""
+    return with_ratio(text, SEQUENCE_RATIO) or text
 
 
 def other_reward(text):
@@ -207,8 +215,9 @@ def test_training_starts_after_an_edit(outcomes, edit, broken_tests):
             assert f"=== {len(lines)} of " in printed and "training goes on ===" in printed
         else:
             assert "=== All Tests Passed! ===" in printed
-        if edit in (nothing, other_task, other_parameters):
-            assert not lines, "an edit that is no matter of the quick tests"
+        if edit in (other_task, other_parameters):  # no matter of the quick tests
+            unchanged = of_edit(outcomes, nothing)[0]["stdout"].splitlines()
+            assert lines == [line for line in unchanged if "no longer holds" in line]
 
 
 @pytest.mark.skipif(not HAS_SUPPORT, reason="needs support/")
@@ -269,8 +278,11 @@ def gradients(starter, advantages, kl_coef):
 
 def test_sequence_level_ratio_does_not_change_the_kl_gradient(tmp_path):
     text = (REPOSITORY / "starter.py").read_text()
-    unchanged = module_of(text, "starter_unchanged", tmp_path)
-    edited = module_of(gspo(text), "starter_with_sequence_ratio", tmp_path)
+    texts = [with_ratio(text, ratio) for ratio in (TOKEN_RATIO, SEQUENCE_RATIO)]
+    if None in texts:
+        pytest.skip("the policy term has been rewritten")
+    unchanged = module_of(texts[0], "starter_with_token_ratio", tmp_path)
+    edited = module_of(texts[1], "starter_with_sequence_ratio", tmp_path)
     zero = torch.zeros(3, 1, dtype=torch.float64)
     of_kl = [gradients(module, zero, 0.7) - gradients(module, zero, 0.0)
              for module in (unchanged, edited)]

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("support.fast")
 
 import starter
-from conftest import save_checkpoint, settings
+from conftest import save_checkpoint, settings, variety
 from lab import real_model
 
 
@@ -240,7 +240,7 @@ def test_converted_model_answers_and_trains(tmp_path):
                  ("What is the capital of Norway?", "Oslo")]
     assert real_model.answered(model, tokenizer, questions) == [True, True]
     changes = settings(folder, tmp_path, task=real_model.addition, n_train_steps=2,
-                       reward=real_model.last_number_reward, learning_rate=1e-5,
+                       reward=variety, learning_rate=1e-5,
                        max_tokens_per_microbatch=2000)
     result = starter.main(**changes)
     assert result["kl_per_token"] > 0

@@ -229,7 +229,8 @@ def test_reward_of_returns_any_number_as_a_float(value):
 
 @pytest.mark.parametrize("reward, message", [
     (lambda text, problem: 1 / 0, "reward raised ZeroDivisionError: division by zero on the text "
-                                  "'a'; it must return one number for every text"),
+                                  "'a' of a problem with .*; it must return one "
+                                  "number for every text"),
     (lambda text, problem: [1.0, 2.0], r"reward returned \[1.0, 2.0\] on the text 'a'"),
     (lambda text, problem: None, "reward returned None on the text 'a'"),
     (lambda text, problem: "1.0", "reward returned '1.0' on the text 'a'"),

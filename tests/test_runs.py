@@ -345,7 +345,8 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     assert ended.value.code == status
     printed = capsys.readouterr().out
     assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
-    assert "stopped after step 3 of 6; resume = True goes on from there\n" in printed
+    assert ("stopped after step 3 of 6; the same settings with resume = True go on from there\n"
+            in printed)
     assert "Eval at step 3 |" in printed and "=== Report ===" in printed
     [folder] = (tmp_path / "runs").iterdir()
     assert (folder / "report.txt").read_text().strip() in printed
@@ -380,7 +381,7 @@ def test_resume_from_begins_a_new_run_under_other_settings(checkpoint, tmp_path,
     before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
     origin = first / "checkpoints" / "step_00000004.safetensors"
     changes = dict(resume_from=str(origin), kl_coef=0.3, kl_adaptation_method="none",
-                   learning_rate=1e-4, n_train_steps=5)
+                   learning_rate=1e-4, n_train_steps=5, eval_every=2)
     with mock.patch.object(starter, "train", side_effect=StopIteration) as train:
         with pytest.raises(StopIteration):
             run(kind, **full_settings(checkpoint, tmp_path, **changes))
@@ -392,8 +393,10 @@ def test_resume_from_begins_a_new_run_under_other_settings(checkpoint, tmp_path,
     capsys.readouterr()
     fork = run(kind, **full_settings(checkpoint, tmp_path, **changes))["run_folder"]
     printed = capsys.readouterr().out
-    assert f"resumed: {origin} after step 4" in printed
-    assert "Eval at step 0" not in printed and "Eval at step 4 |" in printed
+    assert f"a new run from {origin} after step 4" in printed
+    assert re.findall(r"^Eval at step (\d) \|", printed, re.MULTILINE) == ["4", "5"]
+    if kind == "guarded":
+        assert "changed since: kl_coef = 0.3 (was 0.1)" in printed
     assert re.findall(r"^Step (\d) \|", printed, re.MULTILINE) == ["5"]
     assert fork != first and scalars(fork)["train/kl_penalty"].keys() == {5}
     assert before == {path: path.read_bytes() for path in before}
@@ -435,6 +438,7 @@ def test_damaged_checkpoint_is_no_origin(checkpoint, tmp_path):
     (dict(use_kl_penalty=True, kl_adaptation_method="dynamic+sigmoid"), "kl0.3_dynamic+sigmoid"),
     (dict(n_train_steps=50, engine="transformers", out_dir="elsewhere"), "steps50"),
     (dict(task="a/b/sums.jsonl", reward=variety), "sums.jsonl_variety"),
+    (dict(reward=[(starter.reward_fn, 1.0), (variety, 0.5)]), "reward_fn+variety"),
     (dict(clip_range=(0.2, 0.28)), "clip_range-0.2-0.28"),
 ])
 def test_run_is_named_by_the_settings_that_were_changed(changes, name):
@@ -1036,13 +1040,12 @@ def test_adaptive_method_changes_gradient_and_coefficient(checkpoint, tmp_path):
     plain = numbers()
     clipped = numbers(kl_adaptation_method="clip", kl_clip_threshold=0.01)
     falling = numbers(kl_adaptation_method="dynamic", reward_threshold=0.0, dynamic_beta_decay=0.5)
-    assert plain["adaptive_kl/raw_kl"] == plain["train/kl_penalty"]
-    for step, raw in plain["adaptive_kl/raw_kl"].items():
-        assert raw == pytest.approx(plain["adaptive_kl/adapted_kl"][step], rel=1e-5)
+    assert falling["adaptive_kl/raw_kl"] == falling["train/kl_penalty"]
+    for step, raw in falling["adaptive_kl/raw_kl"].items():
+        assert raw == pytest.approx(falling["adaptive_kl/adapted_kl"][step], rel=1e-5)
     assert clipped["adaptive_kl/adapted_kl"][3] <= 0.01 < clipped["adaptive_kl/raw_kl"][3]
     betas = list(falling["adaptive_kl/current_beta"].values())
     assert betas == pytest.approx([0.1, 0.05, 0.025])
-    assert list(plain["adaptive_kl/current_beta"].values()) == pytest.approx([0.1] * 3)
     for other in (clipped, falling):  # at the start the policy is the reference
         assert other["train/grad_norm"][1] == plain["train/grad_norm"][1]
         assert other["train/grad_norm"][3] != plain["train/grad_norm"][3]
@@ -1141,6 +1144,9 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
             ("collapse", dict(reward_mean=0.1, retention_sort=0.2), "learning_rate = 1e-05 first")):
         found = signs(**changes)
         assert list(found) == [name] and words in found[name]
+    assert list(runs.warning_signs(fine | dict(solved=0.0), first | dict(solved=0.0), cfg, 50)) == [
+        "unsolved"]
+    assert runs.warning_signs(fine | dict(solved=0.1), first | dict(solved=0.0), cfg, 50) == {}
     first |= dict(frac_zero_std=1.0)
     assert list(signs(frac_zero_std=1.0)) == ["equal"] and signs(frac_zero_std=0.9) == {}
     first |= dict(frac_zero_std=0.2)
