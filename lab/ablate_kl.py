@@ -140,7 +140,8 @@ def run_one(changes, seed):
     logged = {tag: {event.step: event.value for event in log.Scalars(tag)}
               for tag in CURVE_TAGS if tag in log.Tags()["scalars"]}
     if changes.get("use_kl_penalty") and CURVE_TAGS[-1] not in logged:  # no method moves it
-        logged[CURVE_TAGS[-1]] = dict.fromkeys(logged["train/reward_mean"], changes["kl_coef"])
+        kl_coef = changes.get("kl_coef", starter.TINY["kl_coef"])
+        logged[CURVE_TAGS[-1]] = dict.fromkeys(logged["train/reward_mean"], kl_coef)
     curve = []
     for step in logged["train/reward_mean"]:
         if step % 5 == 0:

@@ -817,7 +817,7 @@ class GuardedRun(starter.Run):
         while True:
             try:
                 means, log_probs = super().accumulate(policy, microbatches, *others)
-                self.debug = debug_numbers(microbatches, log_probs)
+                self.debug = debug_numbers(microbatches, log_probs, self.ranks)
                 return means, log_probs
             except RuntimeError as error:
                 if self.ranks.world > 1 or not is_out_of_memory(error):
@@ -943,20 +943,24 @@ class GuardedRun(starter.Run):
         return text
 
 
-def debug_numbers(microbatches, log_probs):
-    """Mean log-prob of the policy and of the reference over this process's response tokens, and
-    mean, largest and smallest k3 of a token. Without a reference the first alone."""
-    numbers = {}
+def debug_numbers(microbatches, log_probs, ranks):
+    """Mean log-prob of the policy and of the reference over the step's response tokens, and mean,
+    largest and smallest k3 of a token. Without a reference the first alone."""
     masks = [rows["response_mask"] for rows in microbatches]
     policy = torch.cat([now[mask] for now, mask in zip(log_probs, masks)])
-    if len(policy):
-        numbers["policy_logp_mean"] = policy.mean().item()
-    if len(policy) and "ref_log_probs" in microbatches[0]:
+    found = {"n": len(policy), "policy_logp_mean": policy.sum().item()}
+    if "ref_log_probs" in microbatches[0]:
         ref = torch.cat([rows["ref_log_probs"][mask] for rows, mask in zip(microbatches, masks)])
         k3 = starter.compute_kl_divergence(policy, ref, "k3")
-        numbers |= {"ref_logp_mean": ref.mean().item(), "kl_mean": k3.mean().item(),
-                    "kl_max": k3.max().item(), "kl_min": k3.min().item()}
-    return numbers
+        found |= {"ref_logp_mean": ref.sum().item(), "kl_mean": k3.sum().item(),
+                  "kl_max": max(k3.tolist(), default=0.0), "kl_min": -min(k3.tolist(), default=0.0)}
+    total = {name: float(value) for name, value in ranks.total(
+        found, largest=("kl_max", "kl_min")).items()}
+    n = total.pop("n")
+    means = {name: value / n for name, value in total.items() if name.endswith("_mean")}
+    if "kl_min" in total:
+        means |= {"kl_max": total["kl_max"], "kl_min": -total["kl_min"]}
+    return means
 
 
 def changes_since(before, settings):
@@ -989,8 +993,7 @@ def halved(microbatches):
 def warning_signs(metrics, first, cfg, step):
     """Metrics of a step or an evaluation, those of the first -> {sign: text} of what is wrong."""
     kl = metrics.get("kl_per_token", 0.1)
-    trained = "solved" if "solved" in metrics else "reward_mean"
-    before, now = first.get(trained, 0), metrics.get(trained, 0)
+    before, now = first.get("solved", 0), metrics.get("solved", 0)
     learnt = metrics.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
     signs = {}
     if metrics.get("frac_zero_std") == 1 and first.get("frac_zero_std") == 1 and step > 1:
@@ -1002,13 +1005,14 @@ def warning_signs(metrics, first, cfg, step):
         signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
                               f"none reached a stop token ({stop}): raise max_new_tokens, or check "
                               "that generation_config.json lists the token that ends a response")
-    if trained == "solved" and now == before == 0 and metrics.get("reward_mean", 0) > 0:
+    own_reward = getattr(cfg, "reward", None) is not starter.reward_fn
+    if "solved" in metrics and step and own_reward and now == before == 0:
         signs["unsolved"] = ("no response earned a reward of 1, which is what counts as solved: "
                              "watch the reward instead, or let the reward return 1 for a solution")
     if now < before - 0.1:
-        signs["collapse"] = (f"{trained.removesuffix('_mean')} fell from {before:.2f} to {now:.2f}:"
-                             f" training does harm; lower learning_rate = {cfg.learning_rate:g} "
-                             "first, for example to a tenth")
+        signs["collapse"] = (f"solved fell from {before:.0%} to {now:.0%}: training does harm; "
+                             f"lower learning_rate = {cfg.learning_rate:g} first, for example to a "
+                             "tenth")
         return signs
     if kl > 0.2:
         signs["drift"] = (f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise "

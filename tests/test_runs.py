@@ -1124,9 +1124,10 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 def test_warning_signs_name_what_is_wrong_and_nothing_else():
     cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True, learning_rate=1e-5,
                           max_new_tokens=16, stop_token_ids=(7,))
-    first = dict(response_length=8.0, reward_mean=0.3, retention_sort=0.9, kl_per_token=0.0)
-    fine = dict(response_length=9.0, reward_mean=0.6, retention_sort=0.88, kl_per_token=0.005,
-                kl_capped_frac=0.02)
+    first = dict(response_length=8.0, solved=0.3, reward_mean=0.3, retention_sort=0.9,
+                 kl_per_token=0.0)
+    fine = dict(response_length=9.0, solved=0.6, reward_mean=0.6, retention_sort=0.88,
+                kl_per_token=0.005, kl_capped_frac=0.02)
 
     def signs(**changes):
         return runs.warning_signs(fine | changes, first, cfg, 50)
@@ -1139,14 +1140,16 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
             ("length", dict(response_length=12.1), "1.5 times as long as at first"),
             ("cut", dict(kl_capped_frac=0.2), "their ratio is cut"),
             ("truncated", dict(truncated_frac=1.0), "max_new_tokens = 16, none reached a stop"),
-            ("collapse", dict(reward_mean=0.1), "reward fell from 0.30 to 0.10"),
+            ("collapse", dict(solved=0.1), "solved fell from 30% to 10%"),
             # Of a run that collapses the learning rate is named, not the KL penalty.
-            ("collapse", dict(reward_mean=0.1, retention_sort=0.2), "learning_rate = 1e-05 first")):
+            ("collapse", dict(solved=0.1, retention_sort=0.2), "learning_rate = 1e-05 first")):
         found = signs(**changes)
         assert list(found) == [name] and words in found[name]
-    assert list(runs.warning_signs(fine | dict(solved=0.0), first | dict(solved=0.0), cfg, 50)) == [
-        "unsolved"]
-    assert runs.warning_signs(fine | dict(solved=0.1), first | dict(solved=0.0), cfg, 50) == {}
+    first |= dict(solved=0.0)
+    cfg.reward = variety
+    assert list(signs(solved=0.0)) == ["unsolved"] and signs(solved=0.1) == {}
+    cfg.reward = starter.reward_fn  # has its own scale, on which a hard task begins at 0
+    assert signs(solved=0.0) == {}
     first |= dict(frac_zero_std=1.0)
     assert list(signs(frac_zero_std=1.0)) == ["equal"] and signs(frac_zero_std=0.9) == {}
     first |= dict(frac_zero_std=0.2)

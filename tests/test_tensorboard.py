@@ -81,7 +81,7 @@ def test_debug_numbers_match_those_computed_by_hand():
     rows = [{"response_mask": torch.tensor([[True, False], [True, True]]),
              "ref_log_probs": torch.tensor([[-1.0, 9.0], [-2.0, -3.0]])}]
     now = [torch.tensor([[-1.5, 9.0], [-2.0, -2.0]])]
-    numbers = runs.debug_numbers(rows, now)
+    numbers = runs.debug_numbers(rows, now, starter.OneProcess())
     k3 = [math.exp(0.5) - 1 - 0.5, 0.0, math.exp(-1) - 1 + 1]
     assert numbers == pytest.approx({
         "policy_logp_mean": -5.5 / 3, "ref_logp_mean": -2.0, "kl_mean": sum(k3) / 3,
