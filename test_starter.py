@@ -28,6 +28,7 @@ from starter import (  # noqa: F401  the quick tests, which are strict here
     Response,
     RunStopped,
     Sampling,
+    test_advantages_are_those_of_grpo,
     test_equal_rewards_give_zero_advantage,
     test_gradient_does_not_depend_on_microbatch_size,
     test_kl_estimators_match_hand_computed_values,

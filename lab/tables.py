@@ -11,7 +11,7 @@ import statistics
 
 import starter
 from lab.ablate_kl import (
-    BASE, COEFFICIENTS, CURVES, DEFAULT_RATE, DEFAULTS, ENGINES, ESTIMATORS, HOT, METHODS,
+    BASE, COEFFICIENTS, CURVES, DEFAULTS, ENGINES, ESTIMATORS, HOT, METHODS,
     REPOSITORY, RESULTS, SEEDS, best_coefficient, controller_rows, groups_of, numbers_of,
     other_skills, read_csv, retention, rows_of, settings_of, skills_of, solved)
 from lab import real_model
@@ -93,7 +93,7 @@ def penalty_table():
 
 def coefficient_table():
     """One line for each learning rate and coefficient."""
-    groups = groups_of(COEFFICIENTS + DEFAULT_RATE)
+    groups = groups_of(COEFFICIENTS)
     first = groups[0][1]
     skills = skills_of(first[0])
 
@@ -245,7 +245,7 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "lowest variance; when a second pass over the vocabulary is cheap"),
     ("k1", "k1", "as_written", "loss", "never; refused"),
     ("k2", "k2", "as_written", "loss",
-     "as reverse in a first epoch, so refused as a setting that changes nothing"),
+     "the same as reverse on own samples; refused there, since it would change nothing"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
     ("k1", "k1", "reverse", "loss_to_go",
      "the same gradient as k1 in the reward, outside the PPO clip"),

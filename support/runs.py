@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -930,12 +931,16 @@ class GuardedRun(starter.Run):
         text += (f"\n95 % interval of solved: {low:.1%} to {high:.1%}\n"
                  f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
                  f"{result['kl_per_sequence']:.2f} nats per response")
+        skills = Path(starter.find_model(self.cfg.model_id)) / "retention.jsonl"
+        if self.ranks.rank == 0 and skills.is_file():  # so that the model can be trained further
+            shutil.copy(skills, self.folder / "model" / "retention.jsonl")
         self.log_hparams(result)
         text += "\n" + pictures.draw(self, kl, tokenizer)
         forgot = [name for name in result["after"] if name.startswith("retention_")
                   and result["after"][name] < result["before"][name] - 0.05]
         if result["kl_per_token"] > 0.2 and not self.cfg.use_kl_penalty:
-            text += "\nthat is far from the start: above 0.2 nats per token"
+            text += ("\nthe policy is far from the start, above 0.2 nats per token; a lower "
+                     "learning_rate or use_kl_penalty = True keeps it nearer")
         collapsed = result["after"]["solved"] < result["before"]["solved"] - 0.1
         if forgot and not self.cfg.use_kl_penalty and not collapsed:
             text += ("\nto keep the other skills, set use_kl_penalty = True "
@@ -1026,10 +1031,10 @@ def warning_signs(metrics, first, cfg, step):
     if metrics["response_length"] > 1.5 * first["response_length"]:
         signs["length"] = ("responses are 1.5 times as long as at first: KL per token can fall "
                            "while KL per response rises; watch train/kl_per_sequence")
-    for name in metrics:
-        if name.startswith("retention_") and metrics[name] < first[name] - 0.05:
-            skill = name.removeprefix("retention_")
-            remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
-            signs[name] = (f"{skill} fell from {first[name]:.0%} to {metrics[name]:.0%}: another "
-                           f"skill is being forgotten; {remedy}")
+    fallen = [f"{name.removeprefix('retention_')} from {first[name]:.0%} to {metrics[name]:.0%}"
+              for name in metrics
+              if name.startswith("retention_") and metrics[name] < first[name] - 0.05]
+    if fallen:
+        remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
+        signs["forgotten"] = f"other skills are being forgotten ({', '.join(fallen)}); {remedy}"
     return signs

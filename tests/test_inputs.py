@@ -228,7 +228,7 @@ SETTINGS = [
     *((RESUME | dict(resume=name), rf"resume = '{name}': {NO_RUN}")
       for name in ("torn_run", "list_run", "binary_run", "flat_run")),
     (RESUME | dict(clip_range=0.5), r"clip_range = 0.5 would break the curve of runs/.*, "
-                                       "which began with 0.2; use that value, or resume"),
+                                       "which began with 0.2; use that value, or give"),
     (RESUME | dict(model_id="with_space"), r"model_id = 'with_space' would break the curve of "
                                            "runs/.*, which began with 'checkpoint'; use that"),
     (RESUME | dict(seed=1, eval_every=7), r"seed = 1 would break .*, which began with 0; use"),
@@ -328,7 +328,7 @@ ALONE = [
     (dict(device="tpu"), r"device = 'tpu' is not known; use 'auto', 'cpu' or 'cuda'"),
     (dict(resume=True, out_dir="empty"), r"resume = True: " + NO_RUN),
     (RESUME | dict(clip_range=0.5), r"clip_range = 0.5 would break the curve of runs/.*, "
-                                       "which began with 0.2; use that value, or resume"),
+                                       "which began with 0.2; use that value, or give"),
     (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 is less than the 2 steps that runs/.*"
                                          " has done; use at least 2"),
     (dict(max_new_tokens=250), r"\d+ of \d+ training prompts do not fit, with max_new_tokens = "

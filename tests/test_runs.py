@@ -345,8 +345,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     assert ended.value.code == status
     printed = capsys.readouterr().out
     assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
-    assert ("stopped after step 3 of 6; the same settings with resume = True go on from there\n"
-            in printed)
+    assert "stopped after step 3 of 6; the same settings with resume = '" in printed
     assert "Eval at step 3 |" in printed and "=== Report ===" in printed
     [folder] = (tmp_path / "runs").iterdir()
     assert (folder / "report.txt").read_text().strip() in printed
@@ -991,6 +990,17 @@ def test_step_of_truncated_responses_alone_changes_nothing(checkpoint, tmp_path,
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@needs_support
+def test_saved_model_can_be_trained_further_with_its_skills(checkpoint, tmp_path):
+    folder = tmp_path / "with_skills"
+    shutil.copytree(checkpoint, folder)
+    (folder / "retention.jsonl").write_text(
+        '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n')
+    first = run(**settings(folder, tmp_path, n_train_steps=1))["run_folder"]
+    further = run(**settings(first / "model", tmp_path, n_train_steps=1))
+    assert "retention_sort" in further["after"]
+
+
 @plain_first
 def test_saved_model_is_the_trained_one(checkpoint, tmp_path, kind):
     trained = {}
@@ -1136,7 +1146,7 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     for name, changes, words in (
             ("drift", dict(kl_per_token=0.21), "KL is 0.21 nats per token, above 0.2"),
             ("stuck", dict(reward_mean=0.31), "nothing is learnt"),
-            ("retention_sort", dict(retention_sort=0.8), "sort fell from 90% to 80%"),
+            ("forgotten", dict(retention_sort=0.8), "forgotten (sort from 90% to 80%)"),
             ("length", dict(response_length=12.1), "1.5 times as long as at first"),
             ("cut", dict(kl_capped_frac=0.2), "their ratio is cut"),
             ("truncated", dict(truncated_frac=1.0), "max_new_tokens = 16, none reached a stop"),
@@ -1155,7 +1165,7 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     first |= dict(frac_zero_std=0.2)
     assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
-    assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["retention_sort"]
+    assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["forgotten"]
 
 
 @needs_support
