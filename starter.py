@@ -736,11 +736,16 @@ def reward_of(reward, text, problem):
                      "return one number for every text")
 
 
+def weighted(reward):
+    """A reward, or a list of (reward, weight) -> the list."""
+    return [(reward, 1.0)] if callable(reward) else reward
+
+
 def score(responses, problems, tokenizer, reward, parts):
     """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards, and for the log the
     mean of each reward where there are several."""
     group_size = len(responses) // len(problems)
-    rewards = [(reward, 1.0)] if callable(reward) else reward
+    rewards = weighted(reward)
     pairs = [(response, problems[i // group_size]) for i, response in enumerate(responses)]
     own_pairs, _ = parts.ranks.share(pairs)
     texts = tokenizer.batch_decode([response.response_ids for response, _ in own_pairs],
@@ -1578,7 +1583,7 @@ def check_given(given, parameters):
 
 def are_rewards(value):
     """Whether it is a reward, or a list of (reward, weight)."""
-    pairs = [(value, 1.0)] if callable(value) else value
+    pairs = weighted(value)
     return isinstance(pairs, (list, tuple)) and len(pairs) > 0 and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and callable(pair[0])
         and isinstance(pair[1], numbers.Real) for pair in pairs)

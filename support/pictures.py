@@ -65,7 +65,7 @@ def draw_curve(scalars, title):
 
 
 def draw_kl(kl, tokenizer):
-    """kl: (3, N) of starter.measure_kl: nats, place in the response, token id. The mean KL at each
+    """kl: (3, N) of runs.measure_kl: nats, place in the response, token id. The mean KL at each
     place on the left; on the right the tokens to which most of the KL belongs."""
     nats, places, tokens = kl[0], kl[1].long(), kl[2].long()
     figure, axes = new_figure(10, 4, 2)

@@ -14,7 +14,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -269,17 +268,17 @@ def check_overlap(problems):
 
 def unknown_in(problems, tokenizer):
     """Returns a warning where the tokenizer has no token for a character of the prompts."""
-    unknown = tokenizer.unk_token_id
-    prompts = starter.prompt_ids_of(problems.train, tokenizer)
-    with_unknown = [i for i, ids in enumerate(prompts) if unknown is not None and unknown in ids]
-    if not with_unknown:
+    texts = [p if isinstance(p, str) else " ".join(str(message["content"]) for message in p)
+             for p in (problem["prompt"] for problem in problems.train)]
+    unknown = {letter for letter in set("".join(texts)) if tokenizer.unk_token_id is not None
+               and tokenizer(letter, add_special_tokens=False)["input_ids"] ==
+               [tokenizer.unk_token_id]}
+    n = sum(not unknown.isdisjoint(text) for text in texts)
+    if not n:
         return []
-    example = str(problems.train[with_unknown[0]]["prompt"])
-    letters = sorted({letter for letter in example
-                      if tokenizer(letter, add_special_tokens=False)["input_ids"] == [unknown]})
-    return [f"Warning: {len(with_unknown)} of {len(prompts)} prompts hold characters that the "
-            f"tokenizer does not know, such as {' '.join(letters) or example[:40]!r}: the model "
-            "cannot see them; write the prompts without them, or take another model"]
+    return [f"Warning: {n} of {len(texts)} prompts hold characters that the tokenizer does not "
+            f"know, such as {' '.join(sorted(unknown)[:10])!r}: the model cannot see them; write "
+            "the prompts without them, or take another model"]
 
 
 def estimated_time(policy, cfg):
@@ -642,9 +641,10 @@ class GuardedRun(starter.Run):
     # --- checkpoints
 
     def find_checkpoint(self, checkpoint):
-        if checkpoint and checkpoint.with_suffix(".sha256").is_file() and damage(checkpoint):
-            raise InputError(f"{str(checkpoint)!r} is damaged ({damage(checkpoint)}); give another "
-                             "checkpoint of that run, or its folder")
+        given = checkpoint is not None and str(checkpoint) == str(self.cfg.resume_from)
+        if given and checkpoint.with_suffix(".sha256").is_file() and (wrong := damage(checkpoint)):
+            raise InputError(f"{str(checkpoint)!r} is damaged ({wrong}); give another checkpoint "
+                             "of that run, or its folder")
         super().find_checkpoint(checkpoint)
 
     def newest_checkpoint(self, folder):
@@ -779,8 +779,7 @@ class GuardedRun(starter.Run):
         if policy.device.type == "cpu" and self.cfg.model_id != "tiny":
             for line in estimated_time(policy, self.cfg):
                 print(line)
-        rewards = self.cfg.reward
-        for reward, _ in [(rewards, 1.0)] if callable(rewards) else rewards:
+        for reward, _ in starter.weighted(self.cfg.reward):
             value = self.reward_of(reward, "<answer>1</answer>", problems.train[0])
             if math.isfinite(value):
                 continue
@@ -931,9 +930,9 @@ class GuardedRun(starter.Run):
         text += (f"\n95 % interval of solved: {low:.1%} to {high:.1%}\n"
                  f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
                  f"{result['kl_per_sequence']:.2f} nats per response")
-        skills = Path(starter.find_model(self.cfg.model_id)) / "retention.jsonl"
-        if self.ranks.rank == 0 and skills.is_file():  # so that the model can be trained further
-            shutil.copy(skills, self.folder / "model" / "retention.jsonl")
+        if self.ranks.rank == 0 and problems.skills:  # for whoever trains the model further
+            lines = [json.dumps(problem) + "\n" for problem in problems.skills]
+            (self.folder / "model" / "retention.jsonl").write_text("".join(lines), "utf-8")
         self.log_hparams(result)
         text += "\n" + pictures.draw(self, kl, tokenizer)
         forgot = [name for name in result["after"] if name.startswith("retention_")
@@ -958,7 +957,8 @@ def debug_numbers(microbatches, log_probs, ranks):
         ref = torch.cat([rows["ref_log_probs"][mask] for rows, mask in zip(microbatches, masks)])
         k3 = starter.compute_kl_divergence(policy, ref, "k3")
         found |= {"ref_logp_mean": ref.sum().item(), "kl_mean": k3.sum().item(),
-                  "kl_max": max(k3.tolist(), default=0.0), "kl_min": -min(k3.tolist(), default=0.0)}
+                  "kl_max": k3.max().item() if len(k3) else -math.inf,
+                  "kl_min": -k3.min().item() if len(k3) else -math.inf}  # largest of the negated
     total = {name: float(value) for name, value in ranks.total(
         found, largest=("kl_max", "kl_min")).items()}
     n = total.pop("n")

@@ -29,6 +29,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import save_checkpoint, scalars, settings, variety
+from reference.inputs import make_tokenizer
 
 import starter
 from lab import crash_test
@@ -1166,6 +1167,18 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
     assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["forgotten"]
+
+
+@needs_support
+def test_characters_that_the_tokenizer_does_not_know_are_named():
+    def warning(*prompts):
+        problems = starter.Problems([{"prompt": prompt} for prompt in prompts], [], [])
+        return runs.unknown_in(problems, make_tokenizer())
+
+    assert warning("sort 21", [{"role": "user", "content": "max 12"}]) == []
+    [text] = warning("sort 21", "Sort 21", [{"role": "user", "content": "T 1"}])
+    assert text.startswith("Warning: 2 of 3 prompts hold characters that the tokenizer does not")
+    assert "such as 'S T'" in text
 
 
 @needs_support
