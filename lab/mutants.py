@@ -7,14 +7,17 @@
     python -m lab.mutants --quick         only short tests, of the likeliest files; keeps what
                                           these catch
 
-The faults are in lab/faults.py. The likeliest test files run first, the short tests before the
-long, and the other files if these pass. A fault that no test catches survives: either a test is
-missing, or the fault changes nothing that matters and leaves the list, with the reason.
+The faults are in lab/faults.py. The tests run once without a fault, and coverage.py notes which
+of them run which line. For each fault the tests that run its lines come first, the short before
+the long; if they pass, the rest of the likeliest files, and then all others. A fault that no test
+catches survives: either a test is missing, or the fault changes nothing that matters and leaves
+the list, with the reason.
 
 Two run at a time, each in a fork of this process, which has imported torch and transformers.
-Needs os.fork (Linux, macOS).
+Needs os.fork (Linux, macOS). Without coverage (`pip install coverage`) it takes a few times longer.
 """
 import argparse
+import ast
 import csv
 import gc
 import importlib.util
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +107,26 @@ def plant(fault, folder):
     path.write_text(text.replace(fault.stands, fault.becomes))
 
 
+def planted_lines(fault, text):
+    """Returns the numbers of the lines of text whose run would run the fault: those of the
+    innermost statement around it. Of a function's signature, the lines of its body."""
+    first = text[:text.index(fault.stands)].count("\n") + 1
+    last = first + fault.stands.strip("\n").count("\n")
+    first += len(fault.stands) - len(fault.stands.lstrip("\n"))
+    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)
+              and node.lineno <= first and last <= node.end_lineno]
+    if not around:
+        return set(range(first, last + 1))
+    innermost = min(around, key=lambda node: node.end_lineno - node.lineno)
+    whole = range(innermost.lineno, innermost.end_lineno + 1)
+    body = getattr(innermost, "body", None)
+    if body and last < body[0].lineno:  # in the head of a statement
+        function = isinstance(innermost, ast.FunctionDef)
+        whole = range(*((body[0].lineno, whole.stop) if function
+                        else (whole.start, body[0].lineno)))
+    return set(whole)
+
+
 def test_files(fault, folder):
     """Returns the test files that are likeliest to catch the fault, and the others."""
     found = [path.relative_to(folder).as_posix()
@@ -121,33 +145,67 @@ def arguments_of(files, slow, failing=()):
 
 
 class Stopwatch:
-    """A pytest plugin that keeps the seconds of each test and of each fixture that tests share.
-    Given those of an earlier run, it runs the short tests first, and those above most_seconds not
-    at all. The first test to ask for a shared fixture pays for it, so it counts for all of them."""
+    """A pytest plugin that keeps the seconds of each test and of each fixture that tests share,
+    and with watch=True the lines that they run. Given those of an earlier run, it runs the tests
+    of wanted (names, or None for all tests), the short before the long, and those above
+    most_seconds not at all. The first test to ask for a shared fixture pays for it, so it counts
+    for all of them."""
 
-    def __init__(self, known=None, most_seconds=math.inf):
+    def __init__(self, known=None, most_seconds=math.inf, wanted=None, watch=False):
         self.known = known
         self.most_seconds = most_seconds
+        self.wanted = wanted
         self.seconds = Counter()
         self.in_shared_fixtures = 0.0
+        self.names = []  # of the test and of the shared fixtures that run at present
+        self.watch = watch and importlib.util.find_spec("coverage")
+        self.watched = None
+
+    def begin(self):
+        """Called in the folder of the copy, before anything of it is imported."""
+        if self.watch:
+            here = [f"{Path.cwd()}/{name}" for name in ("starter.py", "support/*", "lab/*")]
+            self.watched = importlib.import_module("coverage").Coverage(None, include=here)
+            self.watched.start()
 
     def pytest_collection_modifyitems(self, items):
         if self.known is not None:
-            items[:] = [item for item in items if self.known_seconds(item) <= self.most_seconds]
+            items[:] = [item for item in items if self.known_seconds(item) <= self.most_seconds
+                        and (self.wanted is None or self.names_of(item) & self.wanted)]
             items.sort(key=self.known_seconds)
+
+    def names_of(self, item):
+        return {item.nodeid, *(f"fixture {name}" for name in item.fixturenames)}
 
     def known_seconds(self, item):
         own = self.known.get(item.nodeid, self.most_seconds)
         return own + sum(self.known.get(f"fixture {name}", 0.0) for name in item.fixturenames)
 
+    def switch(self):
+        if self.watched and self.names:
+            self.watched.switch_context(self.names[-1])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.names = [item.nodeid]
+        self.switch()
+        return (yield)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
+        if fixturedef.scope == "function":
+            return (yield)
         began = time.perf_counter()
-        value = yield
-        if fixturedef.scope != "function":
-            seconds = time.perf_counter() - began
-            self.seconds[f"fixture {fixturedef.argname}"] += seconds
-            self.in_shared_fixtures += seconds
+        self.names.append(f"fixture {fixturedef.argname}")
+        self.switch()
+        try:
+            value = yield
+        finally:
+            self.names.pop()
+            self.switch()
+        seconds = time.perf_counter() - began
+        self.seconds[f"fixture {fixturedef.argname}"] += seconds
+        self.in_shared_fixtures += seconds
         return value
 
     def pytest_runtest_logreport(self, report):
@@ -156,6 +214,14 @@ class Stopwatch:
 
     def pytest_sessionfinish(self):
         Path("seconds.json").write_text(json.dumps(self.seconds))
+        lines = {}
+        if self.watched:
+            self.watched.stop()
+            data = self.watched.get_data()
+            for file in data.measured_files():
+                name = Path(file).relative_to(Path.cwd()).as_posix()
+                lines[name] = data.contexts_by_lineno(file)
+        Path("lines.json").write_text(json.dumps(lines))
 
 
 def import_once():
@@ -191,9 +257,12 @@ def start(arguments, folder, stopwatch):
         for name in list(sys.modules):
             if name.partition(".")[0] in ("lab", "starter", "support"):
                 del sys.modules[name]
+        stopwatch.begin()
         status = int(pytest.main(arguments, [stopwatch]))
-        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(status)
 
 
@@ -285,7 +354,8 @@ def mutants_table():
 
 def run_without_fault(snapshot, faults, quick):
     """Returns the ids of the tests that fail in the snapshot as it is, which can catch no fault,
-    the seconds of the longest run of pytest, and those of each test."""
+    the seconds of the longest run of pytest, those of each test, and {file: {line: names of the
+    tests and fixtures that run it}}."""
     files = defaultdict(set)
     for fault in faults:
         likeliest, others = test_files(fault, snapshot)
@@ -296,9 +366,10 @@ def run_without_fault(snapshot, faults, quick):
         shutil.copytree(snapshot, folder, symlinks=True)
         if names:
             jobs.append(Job("control", arguments_of(sorted(names), slow), folder,
-                            Stopwatch()))
+                            Stopwatch(watch=True)))
     failing = set()
     seconds = {}
+    names_of = defaultdict(lambda: defaultdict(set))
     longest = 0.0
     for job, outcome in run_all(lambda: jobs.popleft() if jobs else None, CONTROL_LIMIT):
         failing.update(outcome.tests)
@@ -306,7 +377,10 @@ def run_without_fault(snapshot, faults, quick):
         if outcome.failed and (not outcome.tests or outcome.tests == ["a hang"]):
             sys.exit(f"the tests do not run without a fault:\n{outcome.output[-3000:]}")
         seconds |= json.loads((job.folder / "seconds.json").read_text())
-    return sorted(failing), longest, seconds
+        for file, lines in json.loads((job.folder / "lines.json").read_text()).items():
+            for line, names in lines.items():
+                names_of[file][int(line)].update(filter(None, names))
+    return sorted(failing), longest, seconds, names_of
 
 
 def caught_by(outcome):
@@ -329,34 +403,46 @@ def run_faults(faults, todo, quick):
         snapshot = Path(name) / "snapshot"
         snapshot.mkdir()
         copy_repository(snapshot)
-        failing, longest, seconds = run_without_fault(snapshot, todo, quick)
+        failing, longest, seconds, names_of = run_without_fault(snapshot, todo, quick)
         print(f"without a fault: at most {longest:.0f} s", flush=True)
         for test in failing:
             print(f"fails without a fault, so that it can catch none: {test}", flush=True)
 
-        stopwatch = Stopwatch(seconds, SHORT if quick else math.inf)
+        most_seconds = SHORT if quick else math.inf
         waiting = deque(enumerate(todo))
-        second = deque()  # jobs with the other tests, for faults that the likeliest did not catch
+        further = deque()  # the next job of a fault that the tests so far did not catch
+
+        def attempts(fault):
+            """Returns [(test files, names of the wanted tests or None for all), ...], which are
+            tried in turn: tests that run the planted lines, the likeliest files, the others."""
+            lines = planted_lines(fault, (snapshot / fault.file).read_text())
+            wanted = set().union(*(names_of[fault.file][line] for line in lines))
+            likeliest, others = test_files(fault, snapshot)
+            found = [(likeliest + others, wanted)] if wanted else []
+            found += [(files, None) for files in (likeliest, others) if files]
+            return deque(found[:-1] if quick and len(found) > 1 else found)
+
+        def job_of(fault, folder, left):
+            files, wanted = left.popleft()
+            return Job((fault, left), ["-x", *arguments_of(files, fault.slow, failing)], folder,
+                       Stopwatch(seconds, most_seconds, wanted))
 
         def next_job():
-            if second:
-                return second.popleft()
+            if further:
+                return further.popleft()
             if not waiting:
                 return None
             i, fault = waiting.popleft()
             folder = Path(name) / f"fault_{i}"
             shutil.copytree(snapshot, folder, symlinks=True)
             plant(fault, folder)
-            likeliest, others = test_files(fault, snapshot)
-            return Job((fault, others), ["-x", *arguments_of(likeliest, fault.slow, failing)],
-                       folder, stopwatch)
+            return job_of(fault, folder, attempts(fault))
 
         for job, outcome in run_all(next_job, max(TIME_LIMIT, 3 * longest)):
-            fault, others = job.name
+            fault, left = job.name
             caught = caught_by(outcome)
-            if not caught and others and not quick:
-                second.append(Job((fault, []), ["-x", *arguments_of(others, "", failing)],
-                                  job.folder, stopwatch))
+            if not caught and left:
+                further.append(job_of(fault, job.folder, left))
                 continue
             shutil.rmtree(job.folder)
             n_done += 1

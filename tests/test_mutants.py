@@ -28,6 +28,18 @@ def test_fault_that_stands_twice_or_changes_nothing_is_named(tmp_path, monkeypat
                                          faults[2]: "changes nothing"}
 
 
+def test_planted_lines_are_those_whose_run_would_show_the_fault():
+    text = ("NAME = 1\ndef f(a, b=2):\n    if a:\n        a = g(a,\n              b)\n"
+            "    return a\n")
+    def lines_of(stands):
+        return mutants.planted_lines(Fault("starter.py", stands, ""), text)
+    assert lines_of("NAME") == {1}
+    assert lines_of("b=2") == {3, 4, 5, 6}  # the signature: whatever calls f
+    assert lines_of("if a") == {3}
+    assert lines_of("              b)\n") == {4, 5}
+    assert lines_of("if a:\n        a = g(a") == {3, 4, 5}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_faults_are_caught_by_tests_and_harmless_changes_survive(tmp_path, monkeypatch, capsys):
