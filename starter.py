@@ -215,6 +215,18 @@ def small_countdown_problems(cfg):
     return countdown_problems(cfg, **SMALL_COUNTDOWN)
 
 
+def addition_problems(cfg):
+    """Sums of two numbers of two digits, for a small pretrained model. a + b and b + a are on the
+    same side, for training or held out. The last number of a response is its answer."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    problems = {False: [], True: []}
+    for a, b in pairs:
+        problem = {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "last_number": True}
+        problems[is_held_out(min(a, b), max(a, b))].append(problem)
+    return problems[False], problems[True][:cfg.n_eval_problems]
+
+
 def read_jsonl(path):
     """Returns the lines of a JSONL file as dicts. Raises InputError, naming the line, where one is
     not a JSON object."""
@@ -287,7 +299,8 @@ def problems_of_files(cfg):
     return train, held_out[:cfg.n_eval_problems]
 
 
-TASKS = {"countdown": countdown_problems, "countdown_small": small_countdown_problems}
+TASKS = {"countdown": countdown_problems, "countdown_small": small_countdown_problems,
+         "addition": addition_problems}
 
 
 class Problems(NamedTuple):
@@ -703,9 +716,22 @@ def same_answer(answer, gold):
     return number[0] == gold_number[0] and len(units) < 2
 
 
+def last_number(text):
+    """The last number in a text: "23 + 45 = 68." -> "68". "" where its end has none."""
+    start, end = text[:-200], text[-200:]
+    end = re.sub(r"^\S*", "", end) if start else end  # what the cut leaves of a word or number
+    found = re.findall(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", end, re.ASCII)
+    return found[-1].rstrip(",") if found else ""
+
+
 def reward_fn(response_text, problem):
     """Compares the last <answer>...</answer> of the text with the problem. Returns 1.0 if it is
-    right, 0.1 if it is there but wrong, 0.0 otherwise. Any text is safe to give."""
+    right, 0.1 if it is there but wrong, 0.0 otherwise. Any text is safe to give.
+
+    Of a problem with "last_number" the last number of the text is the answer, without tags.
+    """
+    if problem.get("last_number"):
+        return float(same_answer(last_number(response_text), str(problem["answer"])))
     # Only the end of the text is read, so that a huge response costs little.
     head, closed, _ = response_text[-200_000:].rpartition("</answer>")
     _, opened, answer = head.rpartition("<answer>")
@@ -2203,8 +2229,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
 
 ADVANTAGE_EPS = 1e-6  # added to the standard deviation of a group
 
-# The built-in model on a CPU: these values take the place of the ones in main(), for this model
-# only. The log lists them. kl_coef was measured to keep the other skills at this learning rate.
+# Presets: for one model, these values take the place of the ones in main(). The log lists them.
+# The built-in model on a CPU. kl_coef was measured to keep the other skills at this learning rate.
 TINY = dict(
     model_id="tiny",
     task="countdown_small",
@@ -2217,29 +2243,58 @@ TINY = dict(
 )
 
 
+# The smallest pretrained model that learns on a laptop. Its values hold for its own task only.
+SMALL = dict(
+    model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    task="addition",
+    n_train_steps=40,
+    max_new_tokens=12,
+    learning_rate=2e-5,
+    warmup_steps=3,
+)
+
+
+def preset_for(model_id, given):
+    """Returns what to call the model's preset, and its values; "" and {} where it has none."""
+    if model_id == "tiny":
+        return "built-in model: TINY", TINY
+    is_small = Path(str(model_id)).name == Path(SMALL["model_id"]).name
+    if is_small and given.get("task", SMALL["task"]) == SMALL["task"] and "dataset" not in given:
+        return "pretrained model: SMALL", SMALL | {"model_id": model_id}
+    return "", {}
+
+
 def with_preset(main):
-    """Calls main() for the built-in model with the values of TINY that the caller does not give."""
+    """Calls main() with the values of the model's preset that the caller does not give."""
     parameters = inspect.signature(main).parameters
 
     @functools.wraps(main)
     def call(**given):
         check_given(given, parameters)
-        if given.get("model_id", parameters["model_id"].default) != "tiny":
-            return main(**given)
-        preset = {name: value for name, value in TINY.items() if name not in given}
+        title, preset = preset_for(given.get("model_id", parameters["model_id"].default), given)
+        preset = {name: value for name, value in preset.items() if name not in given}
         shown = ", ".join(f"{name}={value!r}" for name, value in preset.items()
                           if name not in KL_NAMES or given.get("use_kl_penalty"))
-        print(wrapped(f"built-in model: TINY, above main(), overrides main() with {shown}"))
+        if title:
+            print(wrapped(f"{title}, above main(), overrides main() with {shown}"))
         return main(**preset | given)
 
     return call
 
 
+def default_model():
+    """What a run without a model_id trains: on a GPU, or a laptop with or without support/."""
+    if torch.cuda.is_available():
+        return "Qwen/Qwen3-1.7B"
+    has_tiny = (Path(__file__).resolve().parent / "support" / "tiny.py").is_file()
+    return TINY["model_id"] if has_tiny else SMALL["model_id"]
+
+
 @with_preset
 def main(
     # Model and data
-    # A folder or a Hugging Face name. Without a GPU it is the built-in model.
-    model_id="Qwen/Qwen3-1.7B" if torch.cuda.is_available() else "tiny",
+    # A folder or a Hugging Face name. By default Qwen/Qwen3-1.7B on a GPU, "tiny" without one.
+    model_id=default_model(),
     # A name in TASKS, a function like those there, or a JSONL file with "prompt" and "answer".
     task="countdown",  # TINY: "countdown_small"
     dataset=None,  # "user/name" on the Hugging Face hub, instead of task

@@ -40,9 +40,10 @@ PROBLEMS = (
     {"numbers": [3, 5, 7], "target": 22},
     {"answer": "1,234.5"},
     {"skill": "s", "prompt": "", "answer": "a b"},
+    {"prompt": "What is 23 + 45?", "answer": "68", "last_number": True},
 )
 SEEDS = ["<answer>3*5+7</answer>", "<answer>-(1/3)</answer>", "<answer>$1,234.50</answer>",
-         "<answer>a b</answer>"]
+         "<answer>a b</answer>", "23 + 45 = 68."]
 PIECES = [
     "<answer>", "</answer>", *"3579012+-*/() \n.,$_\0", "-", "(", "**", "1,234.5", "a b", "e9",
     "999999999",

@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import platform
-import random
 import re
 import shutil
 import statistics
@@ -32,7 +31,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -49,7 +47,7 @@ GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 SEEDS = (0, 1, 2)
 COEFFICIENTS = (0.0, 0.003, 0.01, 0.03, 0.1)  # 0: KL penalty off
 BEST = dict(n_train_steps=40, rollout_batch_size=128, group_size=8, max_new_tokens=12,
-            learning_rate=2e-5, warmup_steps=3)  # the fastest of the trials
+            learning_rate=2e-5, warmup_steps=3)  # the fastest of the trials; starter.py's SMALL
 SHORT = BEST | dict(n_train_steps=20)
 TRIED = [
     SHORT | dict(group_size=16, max_new_tokens=16, learning_rate=5e-5),
@@ -136,45 +134,7 @@ def model_folder(cache):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The task.  Settings -> problems; response, problem -> reward.
-
-def addition(cfg):
-    """Two-digit addition. a + b and b + a are on the same side, for training or held out. The
-    held-out problems do not depend on the seed."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(0).shuffle(pairs)
-    problems = {False: [], True: []}
-    for a, b in pairs:
-        problem = {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
-        problems[starter.is_held_out(min(a, b), max(a, b))].append(problem)
-    if cfg.n_eval_problems > len(problems[True]):
-        raise starter.InputError(f"n_eval_problems = {cfg.n_eval_problems}: the task 'addition' "
-                                 f"has {len(problems[True])} held-out problems; use as many or "
-                                 "fewer")
-    return problems[False], problems[True][:cfg.n_eval_problems]
-
-
-def last_number(text):
-    """Returns the last number in a short text as a Fraction, or None. Reads "$1,234.50", "-12 C",
-    "18 %" and "72 clips"."""
-    if len(text) > 200:
-        return None
-    pattern = r"((?<![\w)])-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)"
-    found = re.findall(pattern, text.replace("\u2212", "-"), re.ASCII)
-    return Fraction("".join(found[-1]).replace(",", "")) if found else None
-
-
-def last_number_reward(response_text, problem):
-    """Returns 1.0 if the last number of the text is problem["answer"], else 0.0."""
-    # last_number reads short texts. What the cut leaves of a word or number is dropped.
-    start, end = response_text[:-200], response_text[-200:]
-    if start:
-        end = re.sub(r"^\S*", "", end)
-    return float(last_number(end) == last_number(problem["answer"]))
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. What may be forgotten.  A model -> nats on English text, questions, greedy responses.
+# 2. What may be forgotten.  A model -> nats on English text, questions, greedy responses.
 
 QUESTIONS = [tuple(line.rsplit(" | ", 1)) for line in """\
 What is the capital of France? | Paris
@@ -417,7 +377,7 @@ def forgetting(folder, before, text_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Runs.  Settings, seed -> a row of the csv. Each run has a process of its own.
+# 3. Runs.  Settings, seed -> a row of the csv. Each run has a process of its own.
 
 def penalty(kl_coef):
     return dict(use_kl_penalty=True, kl_coef=kl_coef) if kl_coef else {}
@@ -443,7 +403,7 @@ def train_once(job):
     clock = []
     with tempfile.TemporaryDirectory() as out_dir:
         result = starter.main(
-            model_id=str(folder), task=addition, reward=with_clock(last_number_reward, clock),
+            model_id=str(folder), task="addition", reward=with_clock(starter.reward_fn, clock),
             seed=job["seed"], device="cpu", engine="transformers", eval_every=job["eval_every"],
             n_eval_problems=job["n_eval_problems"], save_every=0, out_dir=out_dir, **changes)
         log = EventAccumulator(str(result["run_folder"]), size_guidance={"scalars": 0}).Reload()
@@ -529,7 +489,7 @@ def fill(path, grid, seeds, job):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Reading the rows.
+# 4. Reading the rows.
 
 def groups():
     """Returns [(kl_coef, its rows)] of the csv, KL penalty off first."""
@@ -612,7 +572,7 @@ def draw():
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The program.
+# 5. The program.
 
 def coefficient(text):
     return 0.0 if text == "off" else float(text)

@@ -576,8 +576,8 @@ NOT_IN_NAME = {"out_dir", "run_name", "resume", "resume_from", "save_every", "ev
 def changed_settings(cfg):
     """Returns {name: value} of the settings that are neither main()'s nor the preset's."""
     usual = {name: p.default for name, p in inspect.signature(starter.main).parameters.items()}
-    if cfg.model_id == "tiny":
-        usual |= starter.TINY
+    given = {"task": cfg.task} | ({"dataset": cfg.dataset} if cfg.dataset is not None else {})
+    usual |= starter.preset_for(cfg.model_id, given)[1]
     return {name: getattr(cfg, name) for name in cfg.parameters
             if name not in usual or getattr(cfg, name) != usual[name]}
 

@@ -16,7 +16,8 @@ from conftest import scalars, settings
 from safetensors.torch import load_file
 
 ENVIRONMENT = {name: value for name, value in os.environ.items()
-               if name not in ("PYTHONPATH", "STARTER_TRACEBACK")} | {"CUDA_VISIBLE_DEVICES": ""}
+               if name not in ("PYTHONPATH", "STARTER_TRACEBACK")} | {"CUDA_VISIBLE_DEVICES": "",
+                                                                 "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
@@ -125,8 +126,15 @@ def test_file_alone_trains_with_vllm(alone, checkpoint):
     assert len(log["time/sync"]) == 6
 
 
-def test_file_alone_asks_for_a_model_in_one_sentence(alone):
-    done = run(alone, "starter.py")
+def test_file_alone_trains_the_small_pretrained_model(alone):
+    done = run(alone, "starter.py")  # ENVIRONMENT allows no network: it cannot be fetched here
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "SMALL, above main(), overrides main() with" in done.stdout
+    assert "model_id = 'HuggingFaceTB/SmolLM2-135M-Instruct' cannot be loaded" in done.stderr
+
+
+def test_file_alone_has_no_built_in_model(alone):
+    done = run(alone, "starter.py", "--model_id", "tiny")
     assert done.returncode == 1
     assert done.stderr == ("starter.py stopped: model_id = 'tiny' needs the folder support/ beside "
                            "starter.py; give model_id = a checkpoint folder or a Hugging Face "

@@ -69,3 +69,49 @@ def test_program_with_a_wrong_argument_ends_in_one_line():
     assert done.stderr.startswith("starter.py stopped: --n_train_step is not an argument; did you "
                                   "mean 'n_train_steps'?")
     assert len(done.stderr.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Presets
+
+@pytest.fixture
+def called(monkeypatch):
+    """Calls main() with its preset around it. Returns the settings that reach it."""
+    def main(model_id="tiny", task="countdown", dataset=None, max_new_tokens=256, **others):
+        return dict(model_id=model_id, task=task, max_new_tokens=max_new_tokens, **others)
+
+    parameters = inspect.signature(starter.main).parameters
+    monkeypatch.setattr(starter, "check_given", lambda given, _: None)
+    monkeypatch.setattr(main, "__signature__", inspect.Signature(parameters.values()),
+                        raising=False)
+    return starter.with_preset(main)
+
+
+def test_preset_of_the_built_in_model_gives_way_to_what_the_caller_says(called):
+    assert called(model_id="tiny") == starter.TINY
+    assert called(model_id="tiny", task="my.jsonl", max_new_tokens=7) == starter.TINY | {
+        "task": "my.jsonl", "max_new_tokens": 7}
+
+
+@pytest.mark.parametrize("model_id", [starter.SMALL["model_id"],
+                                      "models/SmolLM2-135M-Instruct"])
+def test_preset_of_the_small_model_holds_for_its_own_task_only(called, model_id, capsys):
+    assert called(model_id=model_id) == starter.SMALL | {"model_id": model_id}
+    assert "SMALL, above main(), overrides main() with" in capsys.readouterr().out
+    for others in ({"task": "my.jsonl"}, {"dataset": "openai/gsm8k:main"}):
+        assert called(model_id=model_id, **others)["max_new_tokens"] == 256
+        assert capsys.readouterr().out == ""
+
+
+def test_other_models_have_no_preset(called):
+    assert called(model_id="Qwen/Qwen3-1.7B")["max_new_tokens"] == 256
+
+
+def test_default_model_is_one_that_the_machine_can_train(monkeypatch, tmp_path):
+    monkeypatch.setattr(starter.torch.cuda, "is_available", lambda: False)
+    assert starter.default_model() == ("tiny" if (starter.Path(starter.__file__).parent / "support"
+                                                  ).is_dir() else starter.SMALL["model_id"])
+    monkeypatch.setattr(starter, "__file__", str(tmp_path / "starter.py"))
+    assert starter.default_model() == starter.SMALL["model_id"]
+    monkeypatch.setattr(starter.torch.cuda, "is_available", lambda: True)
+    assert starter.default_model() == "Qwen/Qwen3-1.7B"

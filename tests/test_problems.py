@@ -371,3 +371,28 @@ def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
 def test_problems_of_a_step_repeat_where_there_are_fewer_than_it_needs():
     chosen = starter.problems_of_step(["a", "b", "c"], 0, 8, seed=0)
     assert sorted(Counter(chosen).values()) == [2, 3, 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Addition
+
+def pair_of(problem):
+    a, b = problem["prompt"].removeprefix("What is ").removesuffix("?").split(" + ")
+    return int(a), int(b)
+
+
+def test_addition_holds_out_problems_that_are_not_trained_in_either_order():
+    train, held_out = starter.TASKS["addition"](SimpleNamespace(seed=0, n_eval_problems=500))
+    trained = {tuple(sorted(pair_of(problem))) for problem in train}
+    asked = {pair_of(problem) for problem in held_out}
+    assert len(asked) == 500 and not trained & {tuple(sorted(pair)) for pair in asked}
+    assert len(train) > 5000
+    for problem in train + held_out:
+        a, b = pair_of(problem)
+        assert 10 <= min(a, b) and max(a, b) <= 99 and problem["answer"] == str(a + b)
+
+
+def test_held_out_additions_do_not_depend_on_the_seed():
+    held_out = [starter.TASKS["addition"](SimpleNamespace(seed=seed, n_eval_problems=50))[1]
+                for seed in (0, 1)]
+    assert held_out[0] == held_out[1]

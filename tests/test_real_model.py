@@ -1,9 +1,8 @@
-"""Tests of lab/real_model.py: the task, the reward, what may be forgotten, the conversion of the
-model. The wheel and the network are not needed."""
+"""Tests of lab/real_model.py: what may be forgotten, the conversion of the model. The wheel
+and the network are not needed."""
 import hashlib
 import json
 import zipfile
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,51 +20,6 @@ def small(tmp_path_factory):
     """Model and tokenizer of a few thousand random weights."""
     folder = save_checkpoint(tmp_path_factory.mktemp("llama") / "model", family="Llama")
     return starter.init_policy(folder, "cpu")
-
-
-# --- the task
-
-def pair_of(problem):
-    a, b = problem["prompt"].removeprefix("What is ").removesuffix("?").split(" + ")
-    return int(a), int(b)
-
-
-def test_addition_holds_out_problems_that_are_not_trained_in_either_order():
-    train, held_out = real_model.addition(SimpleNamespace(seed=0, n_eval_problems=500))
-    trained = {tuple(sorted(pair_of(problem))) for problem in train}
-    asked = {pair_of(problem) for problem in held_out}
-    assert len(asked) == 500 and not trained & {tuple(sorted(pair)) for pair in asked}
-    assert len(train) > 5000
-    for problem in train + held_out:
-        a, b = pair_of(problem)
-        assert 10 <= min(a, b) and max(a, b) <= 99 and problem["answer"] == str(a + b)
-
-
-def test_held_out_additions_do_not_depend_on_the_seed():
-    held_out = [real_model.addition(SimpleNamespace(seed=seed, n_eval_problems=50))[1]
-                for seed in (0, 1)]
-    assert held_out[0] == held_out[1]
-
-
-def test_more_held_out_additions_than_there_are_get_one_sentence():
-    with pytest.raises(starter.InputError, match=r"9000.* has \d+ held-out problems; use as many"):
-        real_model.addition(SimpleNamespace(seed=0, n_eval_problems=9000))
-
-
-@pytest.mark.parametrize("text, reward", [
-    ("68", 1), ("23 + 45 = 68", 1), ("The sum of 23 and 45 is 68.", 1), ("68.0", 1),
-    ("**68**\n", 1), ("first 67, no: 68!", 1), ("x" * 500 + " 68", 1), ("1 " * 500 + "68", 1),
-    ("", 0), ("sixty-eight", 0), ("67", 0), ("-68", 0), ("68 is 23 + 45", 0), ("168", 0),
-    ("6 8", 0), ("68.5", 0), ("6" * 500 + "68", 0), ("1" + "0" * 198 + "68", 0), ("68\n69", 0),
-])
-def test_reward_is_1_if_the_last_number_is_right(text, reward):
-    assert real_model.last_number_reward(text, {"answer": "68"}) == reward
-
-
-def test_addition_and_its_reward_train(checkpoint, tmp_path):
-    changes = settings(checkpoint, tmp_path, task=real_model.addition, n_train_steps=1,
-                       reward=real_model.last_number_reward)
-    assert starter.main(**changes)["before"]["solved"] == 0
 
 
 # --- what may be forgotten
@@ -215,10 +169,11 @@ def test_a_run_gives_a_whole_row(kl_coef, tmp_path):
 
 def test_reward_with_clock_notes_each_call():
     clock = []
-    reward = real_model.with_clock(real_model.last_number_reward, clock)
-    assert reward("68", {"answer": "68"}) == 1 and reward("1", {"answer": "68"}) == 0
+    reward = real_model.with_clock(starter.reward_fn, clock)
+    problem = {"answer": "68", "last_number": True}
+    assert reward("68", problem) == 1 and reward("1", problem) == 0
     assert len(clock) == 2 and clock[0] <= clock[1]
-    assert reward.__name__ == "last_number_reward"
+    assert reward.__name__ == "reward_fn"
 
 
 def test_table_and_trials_can_be_read_from_the_results():
@@ -239,7 +194,7 @@ def test_converted_model_answers_and_trains(tmp_path):
     questions = [("What is the capital of France?", "Paris"),
                  ("What is the capital of Norway?", "Oslo")]
     assert real_model.answered(model, tokenizer, questions) == [True, True]
-    changes = settings(folder, tmp_path, task=real_model.addition, n_train_steps=2,
+    changes = settings(folder, tmp_path, task="addition", n_train_steps=2,
                        reward=variety, learning_rate=1e-5,
                        max_tokens_per_microbatch=2000)
     result = starter.main(**changes)

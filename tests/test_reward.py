@@ -22,7 +22,7 @@ hypothesis = pytest.importorskip("hypothesis")
 fuzz_reward = pytest.importorskip("lab.fuzz_reward")
 from hypothesis import strategies
 
-COUNTDOWN, NUMBER, TEXT = fuzz_reward.PROBLEMS
+COUNTDOWN, NUMBER, TEXT, LAST_NUMBER = fuzz_reward.PROBLEMS
 
 
 def answer(text):
@@ -106,6 +106,18 @@ def test_only_the_end_of_a_long_text_is_read():
     assert starter.reward_fn(answer("3*5+7") + 199_000 * ending, COUNTDOWN) == 1.0
     assert starter.reward_fn(answer("3*5+7") + 200_000 * ending, COUNTDOWN) == 0.0
     assert starter.reward_fn(answer("x" * 150_000), {"answer": "x" * 150_000}) == 1.0
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("68", 1), ("23 + 45 = 68", 1), ("The sum of 23 and 45 is 68.", 1), ("68.0", 1),
+    ("**68**\n", 1), ("first 67, no: 68!", 1), ("x" * 500 + " 68", 1), ("1 " * 500 + "68", 1),
+    ("68,", 1), ("It is $68.", 1), ("23+45=68", 1),
+    ("", 0), ("sixty-eight", 0), ("67", 0), ("-68", 0), ("68 is 23 + 45", 0), ("168", 0),
+    ("6 8", 0), ("68.5", 0), ("6" * 500 + "68", 0), ("1" + "0" * 198 + "68", 0), ("68\n69", 0),
+    ("6,8", 0), ("1,068", 0), ("<answer>68</answer> 1", 0),
+])
+def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
+    assert starter.reward_fn(text, {"answer": "68", "last_number": True}) == reward
 
 
 # --------------------------------------------------------------------------------------------------
