@@ -385,11 +385,11 @@ STARTER = [
         ("(not device, f", "(False, f"),
         ("if not policy.supports_gradient_checkpointing:", "if False:"),
         ("if not isinstance(value, numbers.Integral) or value < least:", "if False:"),
-        ('    if model_id == "tiny":\n        return "built', '    if True:\n        return "built'),
+        ('if model_id == "tiny":\n        return "built', 'if True:\n        return "built'),
         (' and "dataset" not in given:', ":"),
         ('given.get("task", SMALL["task"]) == SMALL["task"]', "True"),
         ("if name not in given}\n", "if name in given}\n"),
-        ('    return TINY["model_id"] if has_tiny else', '    return TINY["model_id"] if True else'),
+        ('return TINY["model_id"] if has_tiny else', 'return TINY["model_id"] if True else'),
     ]),
     Section("starter.py", RUNS, [  # log, report, checkpoints, resume
         ('name if "/" in name else f"train/{name}", value', 'f"train/{name}", value'),
