@@ -403,6 +403,52 @@ def init_policy(model_id, device):
     return policy.to(device).eval(), tokenizer
 
 
+def add_adapter(policy, rank, seed):
+    """Freezes the policy and puts trainable matrices A and B beside each linear layer of its blocks
+    (LoRA, arXiv:2106.09685): W x becomes W x + 2 B A x. B is 0 at first. Needs peft."""
+    from peft import LoraConfig, inject_adapter_in_model
+    torch.manual_seed(seed)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"),
+                            policy)
+
+
+@contextlib.contextmanager
+def without_adapter(model):
+    """Inside, a policy with LoRA computes what it did before training: it is its own reference."""
+    adapted = [module for module in model.modules() if hasattr(module, "base_layer")]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
+
+
+def frozen_layers_in_bf16(policy):
+    """Stores the layers that have an adapter in bf16. Under autocast they give the same bits."""
+    for module in policy.modules():
+        if hasattr(module, "base_layer"):
+            module.base_layer.to(torch.bfloat16)
+
+
+def merged_weights(policy, whole=lambda tensor: tensor):
+    """Yields (name, tensor) of the policy's parameters, one at a time. An adapter is added to the
+    weight beside it, so that names and shapes are those of the model as it was loaded."""
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            continue
+        tensor = whole(parameter.detach())
+        layer, _, kind = name.rpartition(".base_layer.")
+        if kind == "weight":
+            layer = policy.get_submodule(layer)
+            a, b = (whole(matrix["default"].weight.detach()) for matrix in (layer.lora_A,
+                                                                             layer.lora_B))
+            change = layer.scaling["default"] * (b @ a)
+            tensor = tensor.float() + (change.T if layer.fan_in_fan_out else change)
+        yield name.replace(".base_layer.", "."), tensor
+
+
 def find_stop_tokens(policy, tokenizer):
     """Returns the ids that end a response: the tokenizer's EOS and those of the checkpoint's
     generation_config, which often lists more (the end of a chat turn, for example)."""
@@ -456,22 +502,22 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     return llm
 
 
-def load_weights_in_worker(worker, named_weights):
-    """Runs inside vLLM's worker. reload_weights alone would leave a tied LM head with its old
-    packed weights on a CPU, where 1 to 7 of 192 greedy tokens then agree."""
+def load_weights_in_worker(worker, weights):
+    """Runs inside vLLM's worker. weights: () -> (name, tensor) pairs, one at a time.
+    reload_weights alone would leave a tied LM head with its old packed weights on a CPU, where 1
+    to 7 of 192 greedy tokens then agree."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    worker.reload_weights(weights_iterator=iter(named_weights))
+    worker.reload_weights(weights_iterator=iter(weights()))
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
-def load_policy_into_vllm_instance(policy, llm, weights=None):
+def load_policy_into_vllm_instance(policy, llm, weights=merged_weights):
     """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
-    ones. weights: {name: tensor}, where the policy itself holds only a part of each."""
-    if weights is None:
-        weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-    llm.collective_rpc(load_weights_in_worker, args=(list(weights.items()),))
+    ones. weights: policy -> (name, tensor) pairs; those of `ranks`, where the policy itself holds
+    only a part of each."""
+    llm.collective_rpc(load_weights_in_worker, args=(functools.partial(weights, policy),))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync, so it would read "
                          "prompts with old weights; check the version of vLLM")
@@ -1328,7 +1374,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, compute
     ref_head = None
     if ref_model is not None:
         if "ref_hidden" not in rows:
-            with torch.no_grad():
+            with torch.no_grad(), without_adapter(ref_model):
                 rows["ref_hidden"] = compute.hidden_states(ref_model, rows, cfg.bf16)
         ref_head = compute.head_of(ref_model)
     hidden = compute.hidden_states(policy, rows, cfg.bf16)
@@ -1407,8 +1453,11 @@ class OneProcess:
     def release(self, model):  # an update has made its layers whole: divides them again
         pass
 
-    def weights(self, model):  # -> {name: whole tensor}
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    def weights(self, model):  # yields (name, whole tensor), adapters merged
+        return merged_weights(model)
+
+    def collect(self, pairs):  # (name, tensor) pairs -> {name: tensor}, in the first process only
+        return dict(pairs)
 
     def whole(self, tensor):
         return tensor
@@ -1554,7 +1603,7 @@ def evaluate(policy, llm, tokenizer, problems, cfg, parts):
     samples (problem, text, reward).
     """
     if llm is not None:
-        load_policy_into_vllm_instance(policy, llm, parts.ranks.weights(policy))
+        load_policy_into_vllm_instance(policy, llm, parts.ranks.weights)
     sampling = sampling_for(cfg, "evaluate", temperature=cfg.eval_temperature)
     prompts = prompt_ids_of(problems.held_out + problems.skills, tokenizer, cfg.enable_thinking)
     responses = rollout(policy, llm, prompts, sampling, parts)
@@ -1583,7 +1632,7 @@ OPTIONS = {
     "loss_average": ["grpo", "dapo", "dr_grpo"],
 }
 AT_LEAST = {"n_train_steps": 1, "group_size": 2, "rollout_batch_size": 2, "max_new_tokens": 1,
-            "epochs_per_rollout": 1, "n_eval_problems": 1}
+            "epochs_per_rollout": 1, "n_eval_problems": 1, "lora_rank": 0}
 KL_NAMES = ["kl_coef", "kl_estimator", "kl_gradient", "kl_in", "kl_adaptation_method",
             "kl_clip_threshold", "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min",
             "beta_schedule_steps"]
@@ -1644,6 +1693,9 @@ def check_settings(cfg):
         (cfg.resume and cfg.resume_from is not None,
          "resume and resume_from are both given; resume goes on with a run, resume_from begins a "
          "new one: leave one out"),
+        (cfg.lora_rank and not importlib.util.find_spec("peft"),
+         f"lora_rank = {cfg.lora_rank!r} needs peft, which is not installed here; pip install "
+         "peft, or use lora_rank = 0"),
         (cfg.engine == "vllm" and not importlib.util.find_spec("vllm"),
          "engine = 'vllm' needs vLLM, which is not installed here; use engine = 'transformers', or "
          "install vllm"),
@@ -1975,16 +2027,13 @@ class Run:
         unfinished.replace(self.folder / "config.json")  # the old text or the new one, no mixture
 
     def save(self):
-        """Writes weights, AdamW's moments and self.state to checkpoints/step_<n>.safetensors.
+        """Writes the weights that learn, AdamW's moments and self.state to
+        checkpoints/step_<n>.safetensors.
 
         The file gets this name when it is on the disk: a checkpoint is whole or it is not there.
         The last two are kept.
         """
-        weights = self.ranks.weights(self.policy)
-        tensors = {f"weights {name}": tensor for name, tensor in weights.items()}
-        for name, parameter in self.policy.named_parameters():
-            for kind, moment in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{kind} {name}"] = self.ranks.whole(moment)
+        tensors = self.ranks.collect(self.tensors())
         if self.ranks.rank:
             return
         final = self.folder / "checkpoints" / f"step_{self.state['step']:08d}.safetensors"
@@ -1995,6 +2044,14 @@ class Run:
         unfinished.replace(final)
         for old in sorted(final.parent.glob("step_*.safetensors"))[:-2]:
             old.unlink()
+
+    def tensors(self):
+        """Yields (kind and name, whole tensor), one at a time."""
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                yield f"weights {name}", self.ranks.whole(parameter.detach())
+                for kind, moment in self.optimizer.state.get(parameter, {}).items():
+                    yield f"{kind} {name}", self.ranks.whole(moment)
 
     def write_checkpoint(self, unfinished, final, tensors):
         from safetensors.torch import save_file
@@ -2149,7 +2206,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
             # 1. Sample a group of responses to each prompt with the current policy.
             if llm is not None:
                 with timed(seconds, "sync"):
-                    load_policy_into_vllm_instance(policy, llm, ranks.weights(policy))
+                    load_policy_into_vllm_instance(policy, llm, ranks.weights)
             asked = problems_of_step(problems.train, step - 1, prompts_per_step, cfg.seed)
             prompts = prompt_ids_of(asked, tokenizer, cfg.enable_thinking)
             with timed(seconds, "rollout"):
@@ -2301,6 +2358,7 @@ def main(
     eval_file=None,  # JSONL of held-out problems; None: a quarter of the others
     # (response_text, problem) -> number; 1 or more is "solved". Or a list of (function, weight).
     reward=reward_fn,
+    lora_rank=0,  # 16: trains LoRA adapters and not the weights; less memory; needs peft
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
 
@@ -2374,6 +2432,8 @@ def main(
     problems, prompts, lines = fit_to_context(problems, policy, tokenizer, cfg)
     longest = max(map(len, prompts)) + cfg.max_new_tokens
     choose_attention(policy, longest)
+    if cfg.lora_rank:
+        add_adapter(policy, cfg.lora_rank, cfg.seed)
     if cfg.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
     compute, misfits = choose_compute(candidates, policy, prompts, cfg, ranks)
@@ -2383,14 +2443,18 @@ def main(
     # Make the reference, the engine and the optimiser.
     ref_model = None
     if cfg.use_kl_penalty:
-        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
+        with_lora = cfg.lora_rank > 0  # then the policy without its adapter is the reference
+        ref_model = policy if with_lora else copy.deepcopy(policy).eval().requires_grad_(False)
     run.check_start(policy, ref_model, tokenizer, problems, Parts(compute, ranks, run))
     parts = Parts(ranks.shard([policy, ref_model], compute), ranks, run)
     llm = None
     if cfg.engine == "vllm":
         llm = run.start_engine(policy, prompts, model_folder, cfg.seed, longest, cfg.gpu_mem_util,
                                cfg.bf16)
-    optimizer = torch.optim.AdamW(policy.parameters(), cfg.learning_rate, betas=(0.9, 0.95),
+    if cfg.lora_rank and cfg.bf16 and ranks.world == 1:
+        frozen_layers_in_bf16(policy)
+    learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
     run.open(policy, optimizer)
 
@@ -2404,7 +2468,7 @@ def main(
               cfg.kl_coef if cfg.use_kl_penalty else 0.0)
 
     # Save the model, and report.
-    weights = ranks.weights(policy)
+    weights = ranks.collect(ranks.weights(policy))
     if ranks.rank == 0:
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")

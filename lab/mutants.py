@@ -138,9 +138,10 @@ def test_files(fault, folder):
 
 
 def arguments_of(files, slow, failing=()):
-    """failing: ids of tests that fail without a fault, so that they can catch none."""
+    """failing: ids of tests that fail without a fault, so that they can catch none. All in this
+    one process, where the Stopwatch is."""
     chosen = ["-k", slow] if slow else ["-m", "not slow"]
-    return ["-q", "-p", "no:cacheprovider", *files, *chosen,
+    return ["-q", "-n0", "-p", "no:cacheprovider", *files, *chosen,
             *(f"--deselect={test}" for test in failing)]
 
 

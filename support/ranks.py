@@ -167,7 +167,15 @@ class Ranks(starter.OneProcess):
 
     def weights(self, model):
         self.release(model)
-        return {name: whole(p.detach()) for name, p in model.named_parameters()}
+        return starter.merged_weights(model, whole)
+
+    def collect(self, pairs):
+        """One tensor at a time is whole on each rank; the first keeps it, in the CPU's memory."""
+        kept = {}
+        for name, tensor in pairs:
+            if self.rank == 0:
+                kept[name] = tensor.cpu()
+        return kept
 
     def whole(self, tensor):
         return whole(tensor)

@@ -108,7 +108,7 @@ RULES = [
      dict(normalize_by_std=True, mask_truncated=False, enable_thinking=False, use_kl_penalty=True,
           reproduce_paper=False, gradient_checkpointing=False)),
     ("'auto', True or False", lambda v: v == "auto" or isinstance(v, bool), dict(bf16="auto")),
-    (*at_least(0), dict(seed=0, warmup_steps=10, eval_every=50, save_every=50)),
+    (*at_least(0), dict(seed=0, lora_rank=0, warmup_steps=10, eval_every=50, save_every=50)),
     (*at_least(1), dict(n_train_steps=100, max_new_tokens=256, epochs_per_rollout=1,
                         n_eval_problems=500, beta_schedule_steps=1000)),
     (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
@@ -456,7 +456,8 @@ def peak_memory_gb():
 def effects_of(cfg, policy, ref_model, batch, parts):
     """Returns what the KL settings in cfg change: the gradient of one weight matrix on this
     batch, a walk of beta, the loss."""
-    last = list(policy.base_model.parameters())[-1]  # every token's gradient passes here
+    learning = [p for p in policy.base_model.parameters() if p.requires_grad]
+    last = learning[-1]  # every token's gradient passes here
     rows = dict(batch)
     loss, _, _ = starter.grpo_microbatch_step(policy, rows, cfg, ref_model, cfg.kl_coef,
                                               parts.compute)
@@ -534,10 +535,11 @@ def measure_kl(policy, start_model, llm, tokenizer, problems, cfg, parts):
     measured = []
     for rows in compute.cut_microbatches(batch, cfg.max_tokens_per_microbatch):
         mask = rows["response_mask"]
+        with starter.without_adapter(start_model):
+            start_hidden = compute.hidden_states(start_model, rows, cfg.bf16)
         kl = compute.token_statistics(
             compute.hidden_states(policy, rows, cfg.bf16), rows["labels"][mask],
-            compute.head_of(policy), cfg.temperature,
-            compute.hidden_states(start_model, rows, cfg.bf16),
+            compute.head_of(policy), cfg.temperature, start_hidden,
             compute.head_of(start_model)).exact_kl
         place = mask.cumsum(1)[mask] - 1
         measured.append(torch.stack([kl.double(), place, rows["labels"][mask]]))
@@ -916,6 +918,8 @@ class GuardedRun(starter.Run):
         """Adds to the result and to the text how far the policy is from the start, and writes
         kl_by_token.json: nats and tokens by position and by token."""
         text = super().report(result, policy, ref_model, llm, tokenizer, problems, parts)
+        if ref_model is None and self.cfg.lora_rank:
+            ref_model = policy  # without its adapter
         if ref_model is None:
             start = starter.find_model(self.cfg.model_id)
             ref_model, _ = starter.init_policy(start, self.cfg.device)
