@@ -60,6 +60,7 @@ def shard(model):
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     head.tied = head.weight is embedding.weight
+    learns = any(parameter.requires_grad for parameter in model.parameters())
     layers = list(body.layers)
     n = max(1, WEIGHTS_AT_ONCE // sum(p.numel() for p in layers[0].parameters()))
     groups = [layers[i:i + n] for i in range(0, len(layers), n)]
@@ -69,7 +70,7 @@ def shard(model):
     if not head.tied:
         groups.append([head])
     for modules in groups:
-        keep = False if head.weight.requires_grad else None
+        keep = False if learns else None
         fully_shard(modules, reshard_after_forward=keep)
         modules[0].set_reshard_after_backward(False, recurse=False)
         modules[0].set_gradient_divide_factor(1.0)
@@ -155,8 +156,8 @@ class Ranks(starter.OneProcess):
             raise starter.InputError(
                 "several processes need a model that the fast path of support/ fits, and it does "
                 "not fit this one; start one process, without torchrun")
-        for model in models:
-            if model is not None:
+        for i, model in enumerate(models):
+            if model is not None and model not in models[:i]:  # LoRA: the reference is the policy
                 shard(model)
         return dataclasses.replace(compute, head_of=head_of, rollout=rollout)
 

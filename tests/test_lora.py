@@ -228,3 +228,19 @@ def test_adapters_without_peft_get_one_sentence(checkpoint, tmp_path):
         with pytest.raises(InputError, match="lora_rank = 4 needs peft, which is not installed "
                                              "here; pip install peft, or use lora_rank = 0"):
             starter.main(**settings(checkpoint, tmp_path, lora_rank=4))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not starter.importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+def test_vllm_samples_with_the_merged_adapter_and_loads_the_saved_model(checkpoint, tmp_path):
+    changes = LORA | dict(engine="vllm", epochs_per_rollout=2)
+    run = starter.main(**settings(checkpoint, tmp_path, **changes))
+    log = scalars(run["run_folder"])
+    assert max(log["train/sampler_logprob_diff_max"].values()) < 1e-3
+    assert log["train/kl_penalty"][4] > 0.01  # the policy that vLLM sampled from had moved
+    policy, _ = starter.init_policy(run["run_folder"] / "model", "cpu")
+    for bf16 in (False, True):
+        llm = starter.init_vllm(run["run_folder"] / "model", 0, 128, 0.3, bf16)
+        sampling = starter.Sampling(2, 6, 1.0, 0, (1,), bf16)
+        starter.check_sampler(policy, starter.rollout_with_vllm(llm, [[3, 4]], sampling), sampling)
+        del llm

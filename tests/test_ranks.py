@@ -249,8 +249,9 @@ def assert_same_run(first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes, changes", [(1, WITH_KL), (2, {})],
-                         ids=["one node, with KL", "two nodes, without KL"])
+@pytest.mark.parametrize("nodes, changes", [
+    (1, WITH_KL), (2, {}), (1, WITH_KL | dict(lora_rank=4, learning_rate=1e-2))],
+    ids=["one node, with KL", "two nodes, without KL", "one node, adapters"])
 def test_two_ranks_have_the_run_of_one_process(checkpoint, tmp_path, nodes, changes):
     """Also where one process goes on from the ranks' checkpoint, and the other way round."""
     alone = starter.main(**run_settings(checkpoint, tmp_path / "alone", **changes))["run_folder"]
