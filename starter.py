@@ -2116,6 +2116,9 @@ class Run:
     check_settings = staticmethod(check_settings)
     load_problems = staticmethod(load_problems)
 
+    def check_memory(self, model_folder):  # before it is loaded
+        pass
+
     def check_model(self, policy, tokenizer):  # when they were loaded
         pass
 
@@ -2370,7 +2373,7 @@ def main(
     max_new_tokens=256,  # longer responses are cut; TINY: 16
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
-    gpu_mem_util=0.3,  # share of the GPU's memory for vLLM; the trainer needs the rest
+    gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; the trainer needs the rest
 
     # Advantages and loss
     normalize_by_std=True,  # False: Dr. GRPO
@@ -2426,6 +2429,7 @@ def main(
     print(*lines, *run.lines, sep="\n")
 
     # Load the model, and check how it is computed.
+    run.check_memory(model_folder)
     policy, tokenizer = init_policy(model_folder, cfg.device)
     run.check_model(policy, tokenizer)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)

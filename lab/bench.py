@@ -56,6 +56,7 @@ from types import SimpleNamespace
 import torch
 
 from support import fast, runs
+from support.memory import predicted_gb
 from support.tiny import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -170,11 +171,17 @@ class Ours:
         starter.choose_attention(self.policy, new_tokens)  # prompts of these problems are short
         compute = starter.PLAIN if plain else fast.COMPUTE
         compute.prepare(self.policy)
+        if self.cfg.lora_rank:
+            starter.add_adapter(self.policy, self.cfg.lora_rank, 0)
+            starter.frozen_layers_in_bf16(self.policy)
         self.ref_model = None
         if kl_penalty:
-            self.ref_model = copy.deepcopy(self.policy).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), 1e-6, betas=(0.9, 0.95),
-                                           weight_decay=0.0, fused=True)
+            self.ref_model = self.policy
+            if not self.cfg.lora_rank:
+                self.ref_model = copy.deepcopy(self.policy).requires_grad_(False)
+        learning = [p for p in self.policy.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(learning, 1e-6, betas=(0.9, 0.95), weight_decay=0.0,
+                                           fused=True)
         ranks = starter.OneProcess()
         self.run = one_step_run(starter.Run if plain else runs.GuardedRun)(self.cfg, ranks)
         self.parts = starter.Parts(compute, ranks, self.run)
@@ -265,11 +272,12 @@ def trl_trainer(folder, new_tokens, bf16, kl_penalty, rows, steps, each_step):
                        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Clock()])
 
 
-def peak_gb(side, folder, size, bf16, kl_penalty, rows=None):
+def peak_gb(side, folder, size, bf16, kl_penalty, rows=None, lora_rank=0):
     """Returns the most memory that a process of its own held over three steps of "ours" or
     "trl"."""
     settings = (str(folder), SIZES[size]["new_tokens"], bf16, kl_penalty)
-    work = (f"ours = bench.Ours(*{settings}, max_tokens_per_microbatch={OUR_TOKENS[size]})\n"
+    work = (f"ours = bench.Ours(*{settings}, max_tokens_per_microbatch={OUR_TOKENS[size]}, "
+            f"lora_rank={lora_rank})\n"
             "for _ in range(3):\n    ours.step()\n")
     if side == "trl":
         work = f"bench.trl_trainer(*{settings}, {rows}, 3, lambda seconds: None).train()\n"
@@ -629,59 +637,13 @@ def draw():
 # --------------------------------------------------------------------------------------------------
 # 7. Memory.
 
-def predicted_gb(shape, responses, prompts, bf16=True, kl_penalty=False, checkpointing=False,
-                 on_cpu=True, max_tokens=8_192):
-    """Returns {what: gigabytes} in use at the height of the update, from the sizes alone.
-
-    responses, prompts: {"all": tokens of all of them, "longest": of the longest}.
-
-    Bytes per token and layer, kept for the backward pass under bf16 autocast: two norms and the
-    inputs of six linears 26 H, queries 14 Q, keys 16 K, MLP 8 I, attention 6 for each head and key
-    where it is multiplied out (on a CPU). In float32: 24 H, 12 Q, 20 K, 16 I, 4. Two layers' worth
-    more while the backward pass is in one of them, and a few slices of logits.
-    """
-    config = model_config(**shape)
-    h = config.hidden_size
-    q = config.num_attention_heads * config.head_dim
-    k = config.num_key_value_heads * config.head_dim
-    i = config.intermediate_size
-    n_layers = config.num_hidden_layers
-    layer = h * (2 * q + 2 * k + 3 * i) + 2 * h + 2 * config.head_dim
-    head = config.vocab_size * h
-    n_weights = n_layers * layer + head * (1 if config.tie_word_embeddings else 2)
-
-    all_tokens = responses["all"] + prompts["all"]
-    n_tokens = min(max_tokens, all_tokens)
-    n_scored = n_tokens * responses["all"] / all_tokens
-    logits = n_scored * min(config.vocab_size, max(64, (1 << 22) / n_scored))  # of one slice
-    scores = 0
-    if on_cpu and not checkpointing:
-        scores = config.num_attention_heads * (responses["longest"] + prompts["longest"])
-    kept = 24 * h + 12 * q + 20 * k + 16 * i + 4 * scores
-    if bf16:
-        kept = 26 * h + 14 * q + 16 * k + 8 * i + 6 * scores
-    of_layers = kept + 4 * h * n_layers if checkpointing else kept * n_layers
-    n_models = 2 if kl_penalty else 1
-    sizes = {
-        "libraries": 0.5e9 if on_cpu else 0,
-        "weights": 4 * n_weights,
-        "gradients": 4 * n_weights,
-        "moments": 8 * n_weights,
-        "reference": 4 * n_weights * (n_models - 1),
-        "bf16 copies": 2 * n_layers * layer * n_models if bf16 else 0,
-        "activations": n_tokens * (of_layers + 2 * kept) + 14 * h * n_scored,
-        "head": 4 * head + 5 * 4 * logits,
-    }
-    return {name: size / 1e9 for name, size in sizes.items()}
-
-
-def memory(sizes, bf16, kl_penalty):
+def memory(sizes, bf16, kl_penalty, lora_rank=0):
     """Returns rows: the formula's peak beside the measured one, for each size."""
     rows = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(folder, **SIZES[size])
-            measured = peak_gb("ours", folder, size, bf16, kl_penalty)
+            measured = peak_gb("ours", folder, size, bf16, kl_penalty, lora_rank=lora_rank)
             ours = Ours(folder, SIZES[size]["new_tokens"], bf16, kl_penalty,
                         max_tokens_per_microbatch=OUR_TOKENS[size])
             _, sampled, _ = rollout_and_batch(ours)
@@ -689,10 +651,11 @@ def memory(sizes, bf16, kl_penalty):
                    "prompt": [len(ids) for ids in {tuple(r.prompt_ids) for r in sampled}]}
         responses, prompts = ({"all": sum(lengths[name]), "longest": max(lengths[name])}
                               for name in ("response", "prompt"))
-        parts = predicted_gb(SIZES[size], responses, prompts, bf16, kl_penalty,
-                             max_tokens=OUR_TOKENS[size])
+        parts = predicted_gb(model_config(**SIZES[size]), responses, prompts, bf16, kl_penalty,
+                             max_tokens=OUR_TOKENS[size], lora_rank=lora_rank)
         total = sum(parts.values())
-        rows.append({"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty}
+        rows.append({"size": size, "dtype": dtype_name(bf16), "kl_penalty": kl_penalty,
+                     "lora_rank": lora_rank}
                     | {name: f"{value:.3f}" for name, value in parts.items()}
                     | {"predicted_gb": f"{total:.2f}", "measured_gb": f"{measured:.2f}",
                        "ratio": f"{total / measured:.2f}"})
@@ -1000,7 +963,7 @@ def measure(arguments):
     if arguments.growth:
         return append("growth", growth())
     if arguments.memory:
-        return append("memory", memory(arguments.sizes, bf16, kl_penalty))
+        return append("memory", memory(arguments.sizes, bf16, kl_penalty, arguments.lora))
     if arguments.learning:
         return append("default", learning())
     if arguments.scaling:
@@ -1033,6 +996,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
+    parser.add_argument("--lora", type=int, default=0, help="rank, with --memory")
     parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
     for part in ("alone", "phases", "growth", "figure", "memory", "learning", "scaling", "start",
                  "neighbours", "card"):

@@ -6,6 +6,7 @@ A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the o
 goes, and <!-- end --> after it; what stands between them is replaced. Nothing is measured here.
 """
 import inspect
+import math
 import re
 import statistics
 
@@ -16,6 +17,7 @@ from lab.ablate_kl import (
     other_skills, read_csv, retention, rows_of, settings_of, skills_of, solved)
 from lab import real_model
 from lab.mutants import mutants_table
+from support import memory
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
          *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -500,65 +502,83 @@ def phase_table():
 
 
 def memory_table():
-    names = ["libraries", "weights", "gradients", "moments", "reference", "bf16 copies",
-             "activations", "head"]
-    lines = [[row["size"], on_or_off(row["kl_penalty"]),
+    names = ["libraries", "weights", "adapters", "gradients", "moments", "reference",
+             "bf16 copies", "activations", "head"]
+    lines = [[row["size"], row["lora_rank"] if row["lora_rank"] != "0" else "all weights",
+              on_or_off(row["kl_penalty"]),
               *(f"{float(row[name]):.2f}" for name in names), row["predicted_gb"],
               row["measured_gb"], row["ratio"]]
-             for row in last_rows("memory", "size", "kl_penalty")]
-    return markdown(["model", "KL penalty", *names, "formula", "measured", "ratio"], lines)
+             for row in last_rows("memory", "size", "kl_penalty", "lora_rank")]
+    return markdown(["model", "LoRA", "KL penalty", *names, "formula", "measured", "ratio"], lines)
 
 
-GPU_SETTINGS = [  # KL penalty, gradient checkpointing, max_tokens_per_microbatch
-    (False, False, 4_096), (True, False, 4_096), (True, True, 4_096), (False, False, 16_384),
+GPU_SETTINGS = [  # what changes, max_tokens_per_microbatch
+    (dict(kl_penalty=False), 4_096), (dict(kl_penalty=True), 4_096),
+    (dict(kl_penalty=True, checkpointing=True), 4_096), (dict(kl_penalty=False), 16_384),
+    (dict(kl_penalty=True, lora_rank=16), 4_096),
+    (dict(kl_penalty=True, lora_rank=16, checkpointing=True), 4_096),
 ]
+RESPONSES = {"all": 128 * 256, "longest": 256}  # of the tables for GPUs: tokens of a step
+PROMPTS = {"all": 16 * 150, "longest": 150}
+
+
+def trainer_gb(config, **changes):
+    return memory.predicted_gb(config, RESPONSES, PROMPTS, on_cpu=False, **changes)
 
 
 def gpu_table():
     """Which GPU: the formula for Qwen3's sizes, 16 prompts of 150 tokens and 128 responses of
     256."""
     from lab import bench
-    responses = {"all": 128 * 256, "longest": 256}
-    prompts = {"all": 16 * 150, "longest": 150}
     lines = []
     for name, shape in bench.TABLE_SIZES.items():
-        totals = []
-        for kl_penalty, checkpointing, max_tokens in GPU_SETTINGS:
-            parts = bench.predicted_gb(shape, responses, prompts, kl_penalty=kl_penalty,
-                                       checkpointing=checkpointing, on_cpu=False,
-                                       max_tokens=max_tokens)
-            totals.append(f"{sum(parts.values()):.0f}")
-        fixed = sum(parts[part] for part in ("weights", "gradients", "moments", "reference"))
-        lines.append([f"Qwen3-{name}", *totals, f"{fixed:.0f}"])
+        config = bench.model_config(**shape)
+        totals = [sum(trainer_gb(config, max_tokens=max_tokens, **changes).values())
+                  for changes, max_tokens in GPU_SETTINGS]
+        fixed = trainer_gb(config, kl_penalty=True, max_tokens=4_096)
+        lines.append([f"Qwen3-{name}", *(f"{total:.0f}" for total in totals),
+                      f"{sum(fixed[part] for part in memory.FIXED):.0f}"])
     names = []
-    for kl_penalty, checkpointing, max_tokens in GPU_SETTINGS:
-        name = f"KL penalty {'on' if kl_penalty else 'off'}, {max_tokens:,} tokens"
-        names.append(name + (", checkpointing" if checkpointing else ""))
-    return markdown(["model", *names, "of it weights, gradients, moments, reference"], lines)
+    for changes, max_tokens in GPU_SETTINGS:
+        name = f"KL penalty {'on' if changes['kl_penalty'] else 'off'}, {max_tokens:,} tokens"
+        name += ", checkpointing" if changes.get("checkpointing") else ""
+        names.append(name + (", LoRA" if changes.get("lora_rank") else ""))
+    return markdown(["model", *names, "of the second weights, gradients, moments, reference"],
+                    lines)
 
 
-CARDS = (16, 24, 32, 40, 48, 80, 96, 141)  # GB of memory of common GPUs
+CARDS = (16, 24, 48, 80)  # GB of memory of common GPUs
+SPARE = 0.95  # of a card is counted on
+EDITS = [  # in the order of what they cost: main()'s names, the formula's
+    ({}, {}),
+    ({"gradient_checkpointing": True}, {"checkpointing": True}),
+    ({"lora_rank": 16}, {"lora_rank": 16}),
+    ({"lora_rank": 16, "gradient_checkpointing": True}, {"lora_rank": 16, "checkpointing": True}),
+]
+
+
+def edit_for(card, config):
+    """Returns the first edit of main() with which trainer, reference and vLLM fit, or "too small".
+    vLLM gets its share in steps of 5 %."""
+    share = math.ceil(20 * memory.vllm_gb(config) / card) / 20
+    default = inspect.signature(starter.main).parameters["gpu_mem_util"].default
+    for edit, changes in EDITS:
+        needed = sum(trainer_gb(config, kl_penalty=True, max_tokens=4_096, **changes).values())
+        for used in sorted({share, max(share, default)}, reverse=True):
+            if needed + used * card <= SPARE * card:
+                if used != default:
+                    edit = edit | {"gpu_mem_util": used}
+                text = ", ".join(f"{name}={value!r}" for name, value in edit.items())
+                return f"`{text}`" if text else "as it is"
+    return "too small"
 
 
 def cards_table():
-    """The smallest card for each of Qwen3's sizes: trainer by the formula, vLLM beside it."""
+    """The edit of main() that fits each of Qwen3's sizes on a card, with the KL penalty on."""
     from lab import bench
-    responses, prompts = {"all": 128 * 256, "longest": 256}, {"all": 16 * 150, "longest": 150}
-    vllm_share = inspect.signature(starter.main).parameters["gpu_mem_util"].default
-    lines = []
-    for name, shape in bench.TABLE_SIZES.items():
-        cells = []
-        for kl_penalty, checkpointing in ((False, False), (True, False), (False, True),
-                                          (True, True)):
-            parts = bench.predicted_gb(shape, responses, prompts, kl_penalty=kl_penalty,
-                                       checkpointing=checkpointing, on_cpu=False,
-                                       max_tokens=4_096)
-            needed = sum(parts.values()) / (1 - vllm_share)
-            card = next((f"{card} GB" for card in CARDS if card >= needed), "more than one")
-            cells.append(card)
-        lines.append([f"Qwen3-{name}", *cells])
-    return markdown(["model", "KL penalty off", "on", "off, `gradient_checkpointing = True`",
-                     "on, `gradient_checkpointing = True`"], lines)
+    configs = [bench.model_config(**shape) for shape in bench.TABLE_SIZES.values()]
+    lines = [[f"{card} GB", *(edit_for(card, config) for config in configs)] for card in CARDS]
+    return markdown(["card", *(f"Qwen3-{name}" for name in bench.TABLE_SIZES)], lines)
 
 
 def learning_table():

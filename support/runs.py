@@ -26,7 +26,7 @@ import torch
 
 import starter
 from starter import InputError, RunStopped
-from support import pictures
+from support import memory, pictures
 
 MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
 SAMPLES_EVERY = 10  # steps between the best and worst samples in TensorBoard
@@ -760,6 +760,9 @@ class GuardedRun(starter.Run):
                 raise
 
     # --- the start
+
+    def check_memory(self, model_folder):
+        memory.check_fits(model_folder, self.cfg, self.ranks.world)
 
     def check_model(self, policy, tokenizer):
         check_tokenizer(policy, tokenizer, self.cfg.model_id)
