@@ -425,13 +425,6 @@ def without_adapter(model):
             module.enable_adapters(True)
 
 
-def frozen_layers_in_bf16(policy):
-    """Stores the layers that have an adapter in bf16. Under autocast they give the same bits."""
-    for module in policy.modules():
-        if hasattr(module, "base_layer"):
-            module.base_layer.to(torch.bfloat16)
-
-
 def merged_weights(policy, whole=lambda tensor: tensor):
     """Yields (name, tensor) of the policy's parameters, one at a time. An adapter is added to the
     weight beside it, so that names and shapes are those of the model as it was loaded."""
@@ -486,7 +479,10 @@ MAX_SEQUENCES = 256  # responses that vLLM samples at the same time
 def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours."""
     from vllm import LLM
-    settings = {"gpu_memory_utilization": gpu_mem_util}
+    settings = {"gpu_memory_utilization": gpu_mem_util,
+                "device_ids": [torch.cuda.current_device()] if torch.cuda.is_available() else None,
+                # In bf16 the head's logits would be rounded by up to 0.06 nats.
+                "hf_overrides": {"head_dtype": "float32"} if bf16 else {}}
     if VLLM_IS_CPU:
         settings = {
             "enforce_eager": True,
@@ -526,7 +522,8 @@ def load_policy_into_vllm_instance(policy, llm, weights=merged_weights):
 # --------------------------------------------------------------------------------------------------
 # 4. Rollout.  Prompts -> group_size responses to each, with the log-prob of every sampled token.
 
-ROWS_AT_ONCE = 512  # responses that transformers decodes together
+ROWS_AT_ONCE = 512  # responses that transformers decodes together, at most
+CACHE_BYTES = 8 << 30  # of keys and values that it holds for them
 
 
 class Response(NamedTuple):
@@ -632,6 +629,16 @@ class DrawTokens:
         return responses
 
 
+def rows_at_once(policy, n_tokens):
+    """How many rows of n_tokens, prompt included, are decoded together."""
+    config = policy.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    of_row = 2 * 4 * config.num_hidden_layers * heads * head_dim * n_tokens  # in float32
+    return max(1, min(ROWS_AT_ONCE, CACHE_BYTES // of_row))
+
+
 @torch.no_grad()
 def rollout_with_transformers(policy, prompts, sampling):
     """P lists of prompt ids -> P * group_size Responses, group after group.
@@ -654,9 +661,10 @@ def rollout_with_transformers(policy, prompts, sampling):
         max_new_tokens=sampling.max_new_tokens, do_sample=False, use_cache=True,
         eos_token_id=list(sampling.stop_token_ids), pad_token_id=sampling.stop_token_ids[0])
     try:
-        for same_length in by_length.values():
-            for start in range(0, len(same_length), ROWS_AT_ONCE):
-                rows = same_length[start:start + ROWS_AT_ONCE]
+        for length, same_length in by_length.items():
+            at_once = rows_at_once(policy, length + sampling.max_new_tokens)
+            for start in range(0, len(same_length), at_once):
+                rows = same_length[start:start + at_once]
                 batch = [row_prompts[row] for row in rows]
                 ids = torch.tensor(batch, device=policy.device)
                 draw = DrawTokens(sampling, rows, policy.device)
@@ -1525,6 +1533,8 @@ def responses_for_check(prompts, max_new_tokens, vocabulary):
     return responses
 
 
+# Nats per token by which a sampler in float32 may differ. GPUs multiply in TF32 in places.
+FLOAT32_LIMIT = defaultdict(lambda: 1e-2, cpu=1e-3)
 SCORING_TOLERANCE = 1e-4  # of a log-prob, relative to the standard deviation of the logits
 
 
@@ -1545,8 +1555,8 @@ def check_scoring(policy, responses, compute):
 
 def check_sampler(policy, responses, sampling):
     """Raises RunStopped unless the log-probs that came with these responses are the policy's:
-    within 1e-3 nats per token in float32, and in bf16 within four times what bf16 changes in the
-    model itself."""
+    within FLOAT32_LIMIT in float32, and in bf16 within four times what bf16 changes in the model
+    itself."""
     def own(bf16):
         return torch.cat([own_log_probs(policy, response, sampling.temperature, bf16)[0]
                           for response in responses])
@@ -1554,7 +1564,7 @@ def check_sampler(policy, responses, sampling):
     sampled = torch.tensor([x for response in responses for x in response.log_probs])
     exact = own(bf16=False)
     difference = (sampled.to(exact) - exact).abs().mean().item()
-    limit = 1e-3
+    limit = FLOAT32_LIMIT[policy.device.type]
     if sampling.bf16:
         limit = max(limit, 4 * (own(bf16=True) - exact).abs().mean().item())
     if not difference <= limit:
@@ -1765,6 +1775,8 @@ def choose_hardware(cfg):
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
+    if on_gpu and cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)  # where vLLM's engine begins, too
     if cfg.bf16 == "auto":
         cpu_flags = Path("/proc/cpuinfo")
         cfg.bf16 = on_gpu or (cpu_flags.is_file() and "avx512_bf16" in cpu_flags.read_text("utf-8"))
@@ -1874,9 +1886,12 @@ def report_text(result, cfg, run_folder):
 
 @contextlib.contextmanager
 def timed(seconds, phase):
-    """Adds the seconds spent inside to seconds[phase]."""
+    """Adds the seconds spent inside to seconds[phase]. A GPU has done its work by then."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
     start = time.perf_counter()
     yield
+    wait()
     seconds[phase] += time.perf_counter() - start
 
 
@@ -2128,6 +2143,9 @@ class Run:
     def start_engine(self, policy, prompts, *settings):  # -> the vLLM engine
         return init_vllm(*settings)
 
+    def before_training(self, policy, ref_model, prompts, compute):
+        pass
+
     def reward_of(self, reward, text, problem):
         return reward_of(reward, text, problem)
 
@@ -2151,9 +2169,9 @@ def check_log_probs(microbatches, step, first_difference, cfg, ranks):
     """Compares the sampler's log-probs with the trainer's, before the first update of a step.
     Returns metrics for the log. Raises RunStopped where the sampler has stale weights.
 
-    In float32 the mean difference is at most 1e-3; bf16 engines round by 0.01 to 0.1, and there
-    it must not outgrow first_difference, that of the first step. In the first step the reference
-    must still equal the policy.
+    In float32 the mean difference is at most FLOAT32_LIMIT; bf16 engines round by 0.01 to 0.1, and
+    there it must not outgrow first_difference, that of the first step. In the first step the
+    reference must still equal the policy.
     """
     def differences(name):
         return torch.cat([(rows["old_log_probs"] - rows.get(name, rows["old_log_probs"]))
@@ -2167,7 +2185,7 @@ def check_log_probs(microbatches, step, first_difference, cfg, ranks):
         "reference": reference.max().item() if len(reference) else 0.0,
     }, largest=("largest", "reference"))
     mean = float(found["sum"] / found["n"])
-    limit = 1e-3
+    limit = FLOAT32_LIMIT[sampler.device.type]
     if cfg.bf16:
         limit = 0.2 if first_difference is None else 0.02 + 4 * first_difference
     if not mean <= limit:
@@ -2455,8 +2473,7 @@ def main(
     if cfg.engine == "vllm":
         llm = run.start_engine(policy, prompts, model_folder, cfg.seed, longest, cfg.gpu_mem_util,
                                cfg.bf16)
-    if cfg.lora_rank and cfg.bf16 and ranks.world == 1:
-        frozen_layers_in_bf16(policy)
+    run.before_training(policy, ref_model, prompts, compute)
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)

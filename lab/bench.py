@@ -56,7 +56,7 @@ from types import SimpleNamespace
 import torch
 
 from support import fast, runs
-from support.memory import predicted_gb
+from support.memory import predicted_gb, store_in_bf16
 from support.tiny import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -173,12 +173,14 @@ class Ours:
         compute.prepare(self.policy)
         if self.cfg.lora_rank:
             starter.add_adapter(self.policy, self.cfg.lora_rank, 0)
-            starter.frozen_layers_in_bf16(self.policy)
         self.ref_model = None
         if kl_penalty:
             self.ref_model = self.policy
             if not self.cfg.lora_rank:
                 self.ref_model = copy.deepcopy(self.policy).requires_grad_(False)
+        if bf16 and not plain:
+            for model in {self.policy, self.ref_model} - {None}:
+                store_in_bf16(model, [[5, 6], [7]], compute)
         learning = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(learning, 1e-6, betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)

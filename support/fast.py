@@ -333,7 +333,8 @@ def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
         policy.set_attn_implementation("starter")
     head = head_of(policy)
     stop = torch.tensor(sampling.stop_token_ids, device=device)
-    prompts_at_once = max(1, starter.ROWS_AT_ONCE // group_size)
+    longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+    prompts_at_once = max(1, starter.rows_at_once(policy, longest) // group_size)
     responses = []
     for start in range(0, len(prompts), prompts_at_once):
         chunk = prompts[start:start + prompts_at_once]

@@ -56,7 +56,8 @@ def predicted_gb(config, responses, prompts, bf16=True, kl_penalty=False, checkp
     inputs of six linears 26 H, queries 14 Q, keys 16 K, MLP 8 I, attention 6 for each head and key
     where it is multiplied out (on a CPU). In float32: 24 H, 12 Q, 20 K, 16 I, 4. Two layers' worth
     more while the backward pass is in one of them, and a few slices of logits. With LoRA each
-    adapter keeps an input of its own, and there is no second model: the frozen layers are bf16.
+    adapter keeps an input of its own, and there is no second model. Layers that do not learn are
+    stored in bf16 where autocast is on and one process has them.
     """
     s = shape_of(config)
     h, q, k, i = s.hidden, s.queries, s.keys, s.intermediate
@@ -74,16 +75,18 @@ def predicted_gb(config, responses, prompts, bf16=True, kl_penalty=False, checkp
         kept += 6 * h if bf16 else 0
     of_layers = kept + 4 * h * s.layers if checkpointing else kept * s.layers
     n_learning = n_of_adapters(s, lora_rank) if lora_rank else s.n_body + s.n_head
-    n_copies = 1 if lora_rank or not kl_penalty else 2  # of the model
-    body_bytes = 2 if lora_rank and bf16 and ranks == 1 else 4
-    cast = n_learning if lora_rank else s.n_body * n_copies  # autocast's copies
+    has_copy = kl_penalty and not lora_rank  # of the model, as reference
+    frozen = 2 if bf16 and ranks == 1 else 4  # bytes of a parameter of a frozen layer
+    cast = n_learning if lora_rank else s.n_body  # autocast's copies
+    if has_copy and frozen == 4:
+        cast += s.n_body
     sizes = {
         "libraries": LIBRARIES if on_cpu else 0,
-        "weights": (body_bytes * s.n_body + 4 * s.n_head) / ranks,
+        "weights": ((frozen if lora_rank else 4) * s.n_body + 4 * s.n_head) / ranks,
         "adapters": 4 * n_learning / ranks if lora_rank else 0,
         "gradients": 4 * n_learning / ranks,
         "moments": 8 * n_learning / ranks,
-        "reference": 4 * (s.n_body + s.n_head) * (n_copies - 1) / ranks,
+        "reference": (frozen * s.n_body + 4 * s.n_head) * has_copy / ranks,
         "bf16 copies": 2 * cast if bf16 else 0,
         "activations": n_tokens * (of_layers + 2 * kept) + 14 * h * n_scored,
         "head": (0 if lora_rank else 4 * s.vocabulary * h) + 5 * 4 * logits,
@@ -146,3 +149,37 @@ def check_fits(model_id, cfg, n_ranks, free=None):
     raise starter.InputError(
         f"model_id = {str(model_id)!r} needs about {needed:.1f} GB with these settings, even with "
         f"one response at a time, and {free:.1f} GB are free {where}; use {', or '.join(remedies)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# What does not learn, in bf16
+
+def frozen_layers(model):
+    """The linear layers whose weights do not learn, without the LM head, whose sums are float32."""
+    from transformers.pytorch_utils import Conv1D
+    head = model.get_output_embeddings()
+    return [module for module in model.modules()
+            if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head
+            and not module.weight.requires_grad]
+
+
+@torch.no_grad()
+def store_in_bf16(model, prompts, compute):
+    """Stores frozen_layers in bf16. Autocast rounds them so in any case: hidden states keep their
+    bits. Undoes it, and says so, for a model where they do not."""
+    responses = starter.responses_for_check(prompts, 16, model.config.get_text_config().vocab_size)
+    rows = starter.make_batch(responses, torch.zeros(len(responses)), model.device)
+    before = compute.hidden_states(model, rows, True)
+    layers = frozen_layers(model)
+    kept = [(parameter, parameter.data) for layer in layers for parameter in layer.parameters()]
+    for layer in layers:
+        layer.to(torch.bfloat16)
+    try:
+        reason = "its hidden states change"
+        if torch.equal(compute.hidden_states(model, rows, True), before):
+            return
+    except RuntimeError as error:  # a layer of its own that runs without autocast
+        reason = starter.in_one_line(error)
+    for parameter, data in kept:
+        parameter.data = data
+    print(f"frozen layers of {type(model).__name__} stay in float32: {reason}")

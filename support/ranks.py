@@ -7,6 +7,7 @@ loss and the cut into microbatches are those of one process.
 import atexit
 import contextlib
 import dataclasses
+import datetime
 import os
 import sys
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import starter
 
+LONGEST_WAIT = datetime.timedelta(hours=1)  # of a rank for another that writes a checkpoint
 WEIGHTS_AT_ONCE = 8_000_000  # layers are gathered together up to that many: small messages are slow
 
 
@@ -26,7 +28,8 @@ def find():
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=LONGEST_WAIT)
         if dist.get_rank():
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 speaks for all
     return Ranks()
@@ -101,8 +104,9 @@ class Ranks(starter.OneProcess):
         interpreter's own end: there a thread of gloo's, late to release a tensor, finds no
         interpreter and aborts the finished run."""
         yield
-        dist.destroy_process_group()
-        atexit._run_exitfuncs()  # vLLM's processes end in these
+        atexit._run_exitfuncs()  # vLLM ends in these, and its process groups in it
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

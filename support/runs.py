@@ -806,6 +806,13 @@ class GuardedRun(starter.Run):
             check_vllm(policy, llm, prompts, self.cfg)
         return llm
 
+    def before_training(self, policy, ref_model, prompts, compute):
+        """Under bf16 autocast, what does not learn is stored in bf16."""
+        if self.cfg.bf16 and self.ranks.world == 1 and ref_model is not None:
+            memory.store_in_bf16(ref_model, prompts, compute)
+        elif self.cfg.bf16 and self.ranks.world == 1 and self.cfg.lora_rank:
+            memory.store_in_bf16(policy, prompts, compute)
+
     # --- the loop
 
     def reward_of(self, reward, text, problem):

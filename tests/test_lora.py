@@ -135,22 +135,6 @@ def test_merged_weights_are_the_policy_under_the_names_of_the_model(models):
     torch.testing.assert_close(log_probs_of(start), log_probs_of(policy), rtol=0, atol=1e-5)
 
 
-def test_frozen_layers_in_bf16_give_the_same_bits_under_autocast(models):
-    policy, _, start = models
-    batch = starter.make_batch(RESPONSES, torch.zeros(3), "cpu")
-
-    def hidden():
-        return starter.response_hidden_states(policy, batch, bf16=True)
-
-    expected = hidden()
-    starter.frozen_layers_in_bf16(policy)
-    assert torch.equal(hidden(), expected)
-    halved = {name for name, p in policy.named_parameters() if p.dtype == torch.bfloat16}
-    assert halved and all(".base_layer." in name for name in halved)
-    merged = dict(starter.merged_weights(policy))
-    assert all(merged[name].shape == p.shape for name, p in start.named_parameters())
-
-
 # --------------------------------------------------------------------------------------------------
 # Runs
 
