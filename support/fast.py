@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import math
 import sys
+from collections import defaultdict
 from functools import partial
 from typing import NamedTuple
 
@@ -367,6 +368,10 @@ def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
 # --------------------------------------------------------------------------------------------------
 # 4. LM head
 
+# Logits of a slice. 16 MB fit a CPU's cache; on a GPU few large kernels are quick.
+LOGITS_AT_ONCE = defaultdict(lambda: 1 << 26, cpu=1 << 22)
+
+
 class SlicedHead(torch.autograd.Function):
     """(N, H) hidden, (V, H) weight, (N,) labels, a reference's hidden and weight or None -> four
     (N,) tensors in nats: log-prob of the label, exact KL(policy || reference); without a
@@ -380,37 +385,44 @@ class SlicedHead(torch.autograd.Function):
 
     @staticmethod
     def slices(hidden, weight, labels, logits_at_once):
-        """Yields the tokens of a slice, their (N, C) logits, the rows whose label is among them,
-        and the label's place there."""
+        """Yields the tokens of a slice, their (N, C) logits, the (N, 1) places of the labels in
+        it, and whether each label is in it. Nothing here waits for a GPU."""
         width = max(64, logits_at_once // max(1, len(hidden)))
-        for start in range(0, len(weight), width):
-            rows = ((labels >= start) & (labels < start + width)).nonzero()[:, 0]
-            logits = hidden @ weight[start:start + width].T
-            yield slice(start, start + width), logits, rows, labels[rows] - start
+        slice_of_label = (labels // width)[:, None]
+        places = (labels % width)[:, None]
+        for i, part in enumerate(weight.split(width)):
+            if len(part) < width:  # the last
+                places = places.clamp(max=len(part) - 1)
+            yield (slice(i * width, (i + 1) * width), hidden @ part.T, places,
+                   slice_of_label == i)
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, ref_hidden, ref_weight,
-                logits_at_once=1 << 22):  # 16 MB
+                logits_at_once=None):
+        logits_at_once = logits_at_once or LOGITS_AT_ONCE[hidden.device.type]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         scaled = hidden.to(wide) / temperature
         ref_scaled = None if ref_hidden is None else ref_hidden.to(wide) / temperature
-        z, e_logit, e_d, at_label, ref_at_label = scaled.new_zeros(5, len(hidden))
+        z, e_logit, e_d = scaled.new_zeros(3, len(hidden))
+        at_label, ref_at_label = scaled.new_zeros(2, len(hidden), 1)
         top, ref_log_z = scaled.new_full((2, len(hidden)), -math.inf)
         with starter.matmuls_in(hidden.dtype):
-            for part, logits, rows, columns in SlicedHead.slices(scaled, weight, labels,
-                                                                 logits_at_once):
+            for part, logits, places, inside in SlicedHead.slices(scaled, weight, labels,
+                                                                  logits_at_once):
                 higher = torch.maximum(top, logits.amax(dim=1))
                 p = (logits - higher[:, None]).exp_()  # not normalised yet
                 shrink = (top - higher).exp()
                 top = higher
-                z = z * shrink + p.sum(dim=1)
-                e_logit = e_logit * shrink + (p * logits).sum(dim=1)
-                at_label[rows] = logits[rows, columns]
+                z = torch.addcmul(p.sum(dim=1), z, shrink)
+                e_logit = torch.addcmul((p * logits).sum(dim=1), e_logit, shrink)
+                at_label = torch.where(inside, logits.gather(1, places), at_label)
                 if ref_hidden is not None:
                     ref_logits = ref_scaled @ ref_weight[part].T
                     ref_log_z = torch.logaddexp(ref_log_z, ref_logits.logsumexp(dim=1))
-                    ref_at_label[rows] = ref_logits[rows, columns]
-                    e_d = e_d * shrink + p.mul_(logits.sub_(ref_logits)).sum(dim=1)
+                    ref_at_label = torch.where(inside, ref_logits.gather(1, places), ref_at_label)
+                    of_slice = p.mul_(logits.sub_(ref_logits)).sum(dim=1)
+                    e_d = torch.addcmul(of_slice, e_d, shrink)
+        at_label, ref_at_label = at_label[:, 0], ref_at_label[:, 0]
         log_z = top + z.log()
         e_d = e_d / z
         ctx.save_for_backward(hidden, weight, labels, ref_hidden, ref_weight, log_z, e_d)
@@ -433,18 +445,17 @@ class SlicedHead(torch.autograd.Function):
             ref_scaled = ref_hidden.to(log_z.dtype) / ctx.temperature
         grad_hidden = torch.zeros_like(scaled)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        up = torch.zeros_like(log_z) if grad_label is None else grad_label
+        up, log_z, e_d = (x[:, None] for x in (up, log_z, e_d))
         with starter.matmuls_in(hidden.dtype):
-            for part, logits, rows, columns in SlicedHead.slices(scaled, weight, labels,
-                                                                 ctx.logits_at_once):
-                p = (logits - log_z[:, None]).exp_()
-                slope = torch.zeros_like(log_z) if grad_label is None else -grad_label
-                slope = slope[:, None]  # of the loss by each logit, divided by p
+            for part, logits, places, inside in SlicedHead.slices(scaled, weight, labels,
+                                                                  ctx.logits_at_once):
+                p = (logits - log_z).exp_()
+                slope = -up  # of the loss by each logit, divided by p
                 if grad_kl is not None and ref_hidden is not None:
                     d = logits.sub_(ref_scaled @ ref_weight[part].T)
-                    slope = d.sub_(e_d[:, None]).mul_(grad_kl[:, None]).add_(slope)
-                grad = p.mul_(slope)
-                if grad_label is not None:
-                    grad[rows, columns] += grad_label[rows]
+                    slope = d.sub_(e_d).mul_(grad_kl[:, None]).add_(slope)
+                grad = p.mul_(slope).scatter_add_(1, places, up * inside)
                 grad = grad.to(hidden.dtype)
                 grad_hidden += grad @ weight[part].to(hidden.dtype)
                 if grad_weight is not None:

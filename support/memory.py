@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import torch
 
 import starter
+from support.fast import LOGITS_AT_ONCE
 
 FIXED = ("weights", "gradients", "moments", "reference", "adapters")
-LOGITS_AT_ONCE = 1 << 22  # of support/fast.py's head
 LIBRARIES = 0.5e9  # torch and transformers, in the memory of a process on a CPU
 FALLBACK_PROMPT = 150  # tokens, where no prompt is known yet
 
@@ -64,7 +64,8 @@ def predicted_gb(config, responses, prompts, bf16=True, kl_penalty=False, checkp
     all_tokens = responses["all"] + prompts["all"]
     n_tokens = min(max_tokens, all_tokens)
     n_scored = n_tokens * responses["all"] / all_tokens
-    logits = n_scored * min(s.vocabulary, max(64, LOGITS_AT_ONCE / n_scored))  # of one slice
+    at_once = LOGITS_AT_ONCE["cpu" if on_cpu else "cuda"]
+    logits = n_scored * min(s.vocabulary, max(64, at_once / n_scored))  # of one slice
     scores = 0
     if on_cpu and not checkpointing:
         scores = s.heads * (responses["longest"] + prompts["longest"])
