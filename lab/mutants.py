@@ -9,7 +9,8 @@
 
 The faults are in lab/faults.py. The tests run once without a fault, and coverage.py notes which
 of them run which line. For each fault the tests that run its lines come first, the short before
-the long; if they pass, the rest of the likeliest files, and then all others. A fault that no test
+the long; if they pass, the rest of the likeliest files, and then all others. A test that fails
+must fail alone, too, and pass alone without the fault. A fault that no test
 catches survives: either a test is missing, or the fault changes nothing that matters and leaves
 the list, with the reason.
 
@@ -399,6 +400,7 @@ def run_faults(faults, todo, quick):
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True,
                             capture_output=True).stdout.strip()
     import_once()
+    known = read_results()
     n_done, n_survived = 0, 0
     with tempfile.TemporaryDirectory() as name:
         snapshot = Path(name) / "snapshot"
@@ -408,25 +410,55 @@ def run_faults(faults, todo, quick):
         print(f"without a fault: at most {longest:.0f} s", flush=True)
         for test in failing:
             print(f"fails without a fault, so that it can catch none: {test}", flush=True)
-
         most_seconds = SHORT if quick else math.inf
         waiting = deque(enumerate(todo))
-        further = deque()  # the next job of a fault that the tests so far did not catch
+        at_work = {}  # fault: its folder, try_out(fault, folder)
+        further = deque()  # their next jobs
+        sound = set()  # tests that pass alone without a fault
 
         def attempts(fault):
             """Returns [(test files, names of the wanted tests or None for all), ...], which are
-            tried in turn: tests that run the planted lines, the likeliest files, the others."""
+            tried in turn: the test that caught it last time, tests that run the planted lines, the
+            likeliest files, the others."""
             lines = planted_lines(fault, (snapshot / fault.file).read_text())
             wanted = set().union(*(names_of[fault.file][line] for line in lines))
             likeliest, others = test_files(fault, snapshot)
-            found = [(likeliest + others, wanted)] if wanted else []
+            last = known.get(fault.key, {"caught_by": ""})["caught_by"]
+            of_last = {test for test in seconds if test.partition("[")[0].endswith(f"::{last}")}
+            found = [(sorted({test.partition("::")[0] for test in of_last}), of_last)]
+            found = [attempt for attempt in [*found, (likeliest + others, wanted)] if attempt[1]]
             found += [(files, None) for files in (likeliest, others) if files]
-            return deque(found[:-1] if quick and len(found) > 1 else found)
+            return found[:-1] if quick and len(found) > 1 else found
 
-        def job_of(fault, folder, left):
-            files, wanted = left.popleft()
-            return Job((fault, left), ["-x", *arguments_of(files, fault.slow, failing)], folder,
-                       Stopwatch(seconds, most_seconds, wanted))
+        def try_out(fault, folder):
+            """Yields jobs, takes their outcomes, and returns what caught the fault, or ""."""
+            def alone(test, folder):
+                arguments = ["-q", "-n0", "-p", "no:cacheprovider", "-m", "", test]
+                return Job(fault, arguments, folder, Stopwatch(seconds))
+
+            for files, wanted in attempts(fault):
+                while True:
+                    arguments = ["-x", *arguments_of(files, fault.slow, failing)]
+                    outcome = yield Job(fault, arguments, folder,
+                                        Stopwatch(seconds, most_seconds, wanted))
+                    caught = caught_by(outcome)
+                    if not caught:
+                        break
+                    if not caught.startswith("test_"):
+                        return caught
+                    test = outcome.tests[0]
+                    if (yield alone(test, folder)).failed:
+                        if test not in sound:
+                            control = folder.with_name(f"{folder.name}_control")
+                            shutil.copytree(snapshot, control, symlinks=True)
+                            if not (yield alone(test, control)).failed:
+                                sound.add(test)
+                            shutil.rmtree(control)
+                        if test in sound:
+                            return caught
+                    print(f"fails for another reason than a fault: {test}", flush=True)
+                    failing.append(test)
+            return ""
 
         def next_job():
             if further:
@@ -437,15 +469,18 @@ def run_faults(faults, todo, quick):
             folder = Path(name) / f"fault_{i}"
             shutil.copytree(snapshot, folder, symlinks=True)
             plant(fault, folder)
-            return job_of(fault, folder, attempts(fault))
+            at_work[fault] = folder, try_out(fault, folder)
+            return next(at_work[fault][1])
 
         for job, outcome in run_all(next_job, max(TIME_LIMIT, 3 * longest)):
-            fault, left = job.name
-            caught = caught_by(outcome)
-            if not caught and left:
-                further.append(job_of(fault, job.folder, left))
+            fault = job.name
+            folder, trial = at_work[fault]
+            try:
+                further.append(trial.send(outcome))
                 continue
-            shutil.rmtree(job.folder)
+            except StopIteration as end:
+                caught = end.value
+            shutil.rmtree(folder)
             n_done += 1
             n_survived += not caught
             print(f"{n_done} of {len(todo)} | {fault.file} | {caught or 'SURVIVED'} | "
