@@ -1901,6 +1901,33 @@ def sync_to_disk(path):
         os.fsync(file.fileno())
 
 
+def safetensors_chunks(tensors, metadata, whole):
+    """{key: float32 tensor} -> the bytes of a safetensors file, one whole tensor at a time, so that
+    no process holds all of them. Its own writer takes them together."""
+    header = {"__metadata__": metadata}
+    end = 0
+    for key, tensor in tensors.items():
+        start, end = end, end + 4 * tensor.numel()
+        header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield whole(tensor).float().cpu().contiguous().numpy().tobytes()
+
+
+def write_chunks(chunks, path):
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+
+
+def drain(chunks):
+    """Takes part in making each tensor whole, for the process that writes them."""
+    for _ in chunks:
+        pass
+
+
 def settings_of_run(folder):
     """Returns the settings that a run began with, or None where there is no run."""
     try:
@@ -1995,9 +2022,11 @@ class Run:
 
     def load(self):
         """Weights and AdamW's moments as they were when the checkpoint was written."""
-        from safetensors.torch import load_file
+        from safetensors import safe_open
         parameters = dict(self.policy.named_parameters())
-        for key, tensor in load_file(self.checkpoint).items():
+        file = safe_open(self.checkpoint, "pt")
+        for key in file.keys():
+            tensor = file.get_tensor(key)
             kind, name = key.split(" ")
             parameter = parameters.get(name)
             if parameter is None or kind != "step" and parameter.shape != tensor.shape:
@@ -2048,30 +2077,34 @@ class Run:
         The file gets this name when it is on the disk: a checkpoint is whole or it is not there.
         The last two are kept.
         """
-        tensors = self.ranks.collect(self.tensors())
+        chunks = safetensors_chunks(self.tensors(), {"state": json.dumps(self.state)},
+                                    self.ranks.whole)
         if self.ranks.rank:
-            return
+            return drain(chunks)
         final = self.folder / "checkpoints" / f"step_{self.state['step']:08d}.safetensors"
-        final.parent.mkdir(exist_ok=True)
-        unfinished = final.with_name("unfinished")
-        self.write_checkpoint(unfinished, final, tensors)
+        try:
+            final.parent.mkdir(exist_ok=True)
+            unfinished = final.with_name("unfinished")
+            self.write_checkpoint(unfinished, final, chunks)
+        finally:  # where the disk is full, too
+            drain(chunks)
         sync_to_disk(unfinished)
         unfinished.replace(final)
         for old in sorted(final.parent.glob("step_*.safetensors"))[:-2]:
             old.unlink()
 
     def tensors(self):
-        """Yields (kind and name, whole tensor), one at a time."""
+        """{kind and name: this process's part of a tensor}"""
+        tensors = {}
         for name, parameter in self.policy.named_parameters():
             if parameter.requires_grad:
-                yield f"weights {name}", self.ranks.whole(parameter.detach())
+                tensors[f"weights {name}"] = parameter.detach()
                 for kind, moment in self.optimizer.state.get(parameter, {}).items():
-                    yield f"{kind} {name}", self.ranks.whole(moment)
+                    tensors[f"{kind} {name}"] = moment
+        return tensors
 
-    def write_checkpoint(self, unfinished, final, tensors):
-        from safetensors.torch import save_file
-        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        save_file(tensors, unfinished, metadata={"state": json.dumps(self.state)})
+    def write_checkpoint(self, unfinished, final, chunks):
+        write_chunks(chunks, unfinished)
 
     def log(self, what, *values):
         """One call of TensorBoard's writer, by the first process only."""

@@ -663,11 +663,18 @@ class GuardedRun(starter.Run):
                              "begin a new run")
         return None
 
-    def write_checkpoint(self, unfinished, final, tensors):
+    def write_checkpoint(self, unfinished, final, chunks):
         """Writes the checksum, too, before the checkpoint has its name."""
-        super().write_checkpoint(unfinished, final, tensors)
+        digest = hashlib.sha256()
+
+        def seen():
+            for chunk in chunks:
+                digest.update(chunk)
+                yield chunk
+
+        super().write_checkpoint(unfinished, final, seen())
         checksum = final.with_suffix(".sha256")
-        checksum.write_text(sha256(unfinished), "utf-8")
+        checksum.write_text(digest.hexdigest(), "utf-8")
         starter.sync_to_disk(checksum)
         known = {path.stem for path in final.parent.glob("step_*.safetensors")}
         for old in final.parent.glob("step_*.sha256"):

@@ -180,11 +180,11 @@ def cut_unfinished_file(folder):
 # file, and with support/ its checksum before. Path.replace is called once for the settings when a
 # run begins, and with support/ at each save; Path.unlink when a third checkpoint is there.
 SAVES = [
-    ("save_file", 2, False, 2), ("save_file", 2, True, 2), ("sync_to_disk", "first", False, 2),
-    ("sync_to_disk", "last", True, 2), ("replace", "second", False, 2),
+    ("write_chunks", 2, False, 2), ("write_chunks", 2, True, 2),
+    ("sync_to_disk", "first", False, 2), ("sync_to_disk", "last", True, 2), ("replace", "second", False, 2),
     ("replace", "second", True, 4), ("unlink", 1, False, 6),
 ]
-OWNERS = {"save_file": safetensors.torch, "sync_to_disk": starter, "replace": Path,
+OWNERS = {"write_chunks": starter, "sync_to_disk": starter, "replace": Path,
           "unlink": Path}
 FAST_SAVES = (1, 4)
 
@@ -199,7 +199,7 @@ def test_save_that_was_cut_short_is_not_loaded(checkpoint, tmp_path, undisturbed
     if kind == "guarded":
         numbers = {"first": 3, "last": 4, "second": 5}
     number = numbers.get(number, number)
-    half = name == "save_file" and after
+    half = name == "write_chunks" and after
     act = partial(cut_unfinished_file, tmp_path) if half else die
     kill(kind, checkpoint, tmp_path, at_call(OWNERS[name], name, number, act, after))
     capsys.readouterr()
@@ -481,7 +481,7 @@ def test_plain_run_on_a_full_disk_can_be_resumed(checkpoint, tmp_path, undisturb
     def fill():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with at_call(safetensors.torch, "save_file", 2, fill), pytest.raises(OSError, match="No space"):
+    with at_call(starter, "write_chunks", 2, fill), pytest.raises(OSError, match="No space"):
         run("plain", **full_settings(checkpoint, tmp_path))
     resume("plain", checkpoint, tmp_path)
     assert crash_test.outcome(tmp_path) == undisturbed("plain")
