@@ -149,14 +149,16 @@ def arguments_of(files, slow, failing=()):
 class Stopwatch:
     """A pytest plugin that keeps the seconds of each test and of each fixture that tests share,
     and with watch=True the lines that they run. Given those of an earlier run, it runs the tests
-    of wanted (names, or None for all tests), the short before the long, and those above
-    most_seconds not at all. The first test to ask for a shared fixture pays for it, so it counts
+    of wanted (names, or None for all tests) but not those of done, the short before the long, and
+    those above most_seconds not at all. The first test to ask for a shared fixture pays for it, so it counts
     for all of them."""
 
-    def __init__(self, known=None, most_seconds=math.inf, wanted=None, watch=False):
+    def __init__(self, known=None, most_seconds=math.inf, wanted=None, done=(),
+                 watch=False):
         self.known = known
         self.most_seconds = most_seconds
         self.wanted = wanted
+        self.done = set(done)
         self.seconds = Counter()
         self.in_shared_fixtures = 0.0
         self.names = []  # of the test and of the shared fixtures that run at present
@@ -173,7 +175,8 @@ class Stopwatch:
     def pytest_collection_modifyitems(self, items):
         if self.known is not None:
             items[:] = [item for item in items if self.known_seconds(item) <= self.most_seconds
-                        and (self.wanted is None or self.names_of(item) & self.wanted)]
+                        and (self.wanted is None or self.names_of(item) & self.wanted)
+                        and not self.names_of(item) & self.done]
             items.sort(key=self.known_seconds)
 
     def names_of(self, item):
@@ -436,13 +439,16 @@ def run_faults(faults, todo, quick):
                 arguments = ["-q", "-n0", "-p", "no:cacheprovider", "-m", "", test]
                 return Job(fault, arguments, folder, Stopwatch(seconds))
 
+            done = set()
             for files, wanted in attempts(fault):
                 while True:
                     arguments = ["-x", *arguments_of(files, fault.slow, failing)]
                     outcome = yield Job(fault, arguments, folder,
-                                        Stopwatch(seconds, most_seconds, wanted))
+                                        Stopwatch(seconds, most_seconds, wanted, done))
                     caught = caught_by(outcome)
                     if not caught:
+                        done |= wanted or {test for test in seconds
+                                           if test.partition("::")[0] in files}
                         break
                     if not caught.startswith("test_"):
                         return caught
@@ -517,6 +523,7 @@ def main():
     todo = [fault for fault in chosen
             if fault not in wrong and (given.again or fault.key not in rows)
             and not (given.quick and fault.slow)]
+    todo.sort(key=lambda fault: fault.key not in rows)  # quick ones first: their tests are known
     return run_faults(faults, todo, given.quick)
 
 

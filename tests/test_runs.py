@@ -181,7 +181,8 @@ def cut_unfinished_file(folder):
 # run begins, and with support/ at each save; Path.unlink when a third checkpoint is there.
 SAVES = [
     ("write_chunks", 2, False, 2), ("write_chunks", 2, True, 2),
-    ("sync_to_disk", "first", False, 2), ("sync_to_disk", "last", True, 2), ("replace", "second", False, 2),
+    ("sync_to_disk", "first", False, 2), ("sync_to_disk", "last", True, 2),
+    ("replace", "second", False, 2),
     ("replace", "second", True, 4), ("unlink", 1, False, 6),
 ]
 OWNERS = {"write_chunks": starter, "sync_to_disk": starter, "replace": Path,
