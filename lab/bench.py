@@ -37,6 +37,7 @@ import argparse
 import contextlib
 import copy
 import csv
+import functools
 import gc
 import importlib.util
 import inspect
@@ -44,14 +45,17 @@ import io
 import json
 import math
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -82,6 +86,12 @@ TABLE_SIZES = CARD_SIZES | {  # for the table of GPUs: counted, not run
                head_dim=128, intermediate=9728),
     "8B": dict(hidden=4096, layers=36, heads=32, vocabulary=151_936, new_tokens=256, kv_heads=8,
                head_dim=128, intermediate=12_288, tied=False),
+}
+RANK_SIZES = TABLE_SIZES | {
+    "14B": dict(hidden=5120, layers=40, heads=40, vocabulary=151_936, new_tokens=256, kv_heads=8,
+                head_dim=128, intermediate=17_408, tied=False),
+    "32B": dict(hidden=5120, layers=64, heads=64, vocabulary=151_936, new_tokens=256, kv_heads=8,
+                head_dim=128, intermediate=25_600, tied=False),
 }
 # Numbers of rows at once that are tried for TRL
 TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}
@@ -877,9 +887,12 @@ def start_to_first_step(n_runs=5):
 # --------------------------------------------------------------------------------------------------
 # 9. A GPU.
 
-def card():
+CARD_TOKENS = 4_096  # with the KL penalty 1.7B needs 78 GB at 8,192
+
+
+def card(model):
     """Returns rows: phases, compiled layers, the head in slices and whole, the whole script; on a
-    GPU, or small on a CPU."""
+    GPU, or small on a CPU. model: a folder with SmolLM2, to be trained as well, or None."""
     on_gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if on_gpu else "rehearsal on a CPU"
     rows = []
@@ -890,7 +903,7 @@ def card():
 
     for size in CARD_SIZES if on_gpu else ["S"]:
         for row in phases(size, True, "cuda" if on_gpu else "cpu",
-                          max_tokens_per_microbatch=8_192):
+                          max_tokens_per_microbatch=CARD_TOKENS):
             note(row["phase"], size, float(row["seconds"]), "s")
             note(row["phase"], size, float(row["response_tokens_per_s"]), "response tokens/s")
             if row["share_of_matmul_rate"]:
@@ -906,7 +919,33 @@ def card():
             result = starter.main(model_id="tiny", engine=engine, out_dir=folder, **small)
         note(f"python starter.py, {engine}", "tiny", result["after"]["solved"], "solved")
         note(f"python starter.py, {engine}", "tiny", result["tokens_per_s"], "response tokens/s")
+    for changes in [{}, {"lora_rank": 16, "learning_rate": 2e-4}] if model else []:
+        small = {} if on_gpu else {"n_train_steps": 1, "n_eval_problems": 20}
+        with tempfile.TemporaryDirectory() as folder:
+            result = starter.main(model_id=model, out_dir=folder, **small | changes)
+        what = "SmolLM2, LoRA" if changes else "SmolLM2, all weights"
+        note(what, "135M", result["after"]["solved"], "solved")
+        note(what, "135M", result["seconds"], "s")
     return rows
+
+
+def profile_update(ours, batch, size, note):
+    """Notes how often an update waits for the GPU, how many kernels it starts, and which attention
+    kernels they are. On a CPU the operations of torch stand in for kernels."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    update_of(ours, batch)
+    with torch.profiler.profile(activities=activities) as profile:
+        update_of(ours, batch)
+    names = Counter(event.name for event in profile.events())
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::nonzero", "aten::item")
+    for name in waits:
+        note(f"an update: {name}", size, names[name], "times")
+    note("an update: cudaLaunchKernel", size, names["cudaLaunchKernel"], "times")
+    for name, n in names.most_common():
+        if re.search("flash|fmha|efficient|attention", name):
+            note(f"an update: {name[:60]}", size, n, "times")
 
 
 def card_updates(size, note):
@@ -918,8 +957,9 @@ def card_updates(size, note):
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, **shape)
         ours = Ours(folder, shape["new_tokens"], True, False, device,
-                    max_tokens_per_microbatch=8_192)
+                    max_tokens_per_microbatch=CARD_TOKENS)
     _, _, batch = rollout_and_batch(ours)
+    profile_update(ours, batch, size, note)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     note("update", size, median_of(lambda: update_of(ours, batch), 5), "s")
@@ -941,14 +981,17 @@ def card_updates(size, note):
                          requires_grad=True)
     labels = torch.randint(len(head.weight), (2048,), device=device)
 
-    def in_slices():
-        fast.token_statistics(hidden, labels, head, 1.0).log_probs.sum().backward()
+    def in_slices(logits_at_once):
+        with mock.patch.dict(fast.LOGITS_AT_ONCE, {device: logits_at_once}):
+            fast.token_statistics(hidden, labels, head, 1.0).log_probs.sum().backward()
 
     def whole():
         logits = hidden @ head.weight.T.to(hidden.dtype)
         logits.float().log_softmax(dim=-1).gather(1, labels[:, None]).sum().backward()
 
-    for what, work in (("head: in slices", in_slices), ("head: whole", whole)):
+    works = {f"head: slices of 2^{power} logits": functools.partial(in_slices, 1 << power)
+             for power in (22, 24, 26)} | {"head: whole": whole}
+    for what, work in works.items():
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -975,7 +1018,7 @@ def measure(arguments):
     if arguments.start:
         return append("start", start_to_first_step())
     if arguments.card:
-        return append("card", card())
+        return append("card", card(arguments.model))
     rows = []
     for size in arguments.sizes:
         if arguments.phases:
@@ -998,6 +1041,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
+    parser.add_argument("--model", help="a folder with SmolLM2, with --card")
     parser.add_argument("--lora", type=int, default=0, help="rank, with --memory")
     parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
     for part in ("alone", "phases", "growth", "figure", "memory", "learning", "scaling", "start",

@@ -150,8 +150,8 @@ class Stopwatch:
     """A pytest plugin that keeps the seconds of each test and of each fixture that tests share,
     and with watch=True the lines that they run. Given those of an earlier run, it runs the tests
     of wanted (names, or None for all tests) but not those of done, the short before the long, and
-    those above most_seconds not at all. The first test to ask for a shared fixture pays for it, so it counts
-    for all of them."""
+    those above most_seconds not at all. The first test to ask for a shared fixture pays for it, so
+    it counts for all of them."""
 
     def __init__(self, known=None, most_seconds=math.inf, wanted=None, done=(),
                  watch=False):

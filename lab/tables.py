@@ -581,6 +581,51 @@ def cards_table():
     return markdown(["card", *(f"Qwen3-{name}" for name in bench.TABLE_SIZES)], lines)
 
 
+# What the computed step on several GPUs assumes of an H100 (NVIDIA's data sheet: 989 TFLOP/s in
+# bf16, 3.35 TB/s) and of the shares of it that are reached. No GPU has confirmed the shares.
+FLOPS = 0.3 * 989e12
+READS = 0.6 * 3.35e12  # bytes/s of its own memory
+PER_TOKEN = 2.5e-3  # s that vLLM takes beside reading the weights
+NVLINK, NETWORK = 300e9, 40e9  # bytes/s of a GPU to those of its node, and to others
+RANKS = (1, 8, 64)
+
+
+def rank_step(shape, ranks):
+    """Returns (gigabytes of a GPU, seconds of a step) for 128 responses of 256 tokens a GPU, with
+    the KL penalty on and gradient checkpointing: support/ranks.py gathers the policy's layers once
+    a step and keeps them whole, and shares out the gradients of each microbatch."""
+    from lab import bench
+    config = bench.model_config(**shape)
+    sizes = memory.shape_of(config)
+    n = sizes.n_body + sizes.n_head
+    gathered = 4 * n if ranks > 1 else 0
+    gb = sum(trainer_gb(config, kl_penalty=True, checkpointing=True, max_tokens=4_096,
+                        ranks=ranks).values()) + gathered / 1e9 + memory.vllm_gb(config)
+    tokens = RESPONSES["all"] + PROMPTS["all"]
+    sampling = RESPONSES["longest"] * (2 * n / READS + PER_TOKEN)
+    learning = 10 * n * tokens / FLOPS  # forward, twice backward, forward again, reference
+    speed = NVLINK if ranks <= 8 else NETWORK
+    n_messages = 2 + math.ceil(tokens / 4_096)  # layers, reference, gradients
+    messages = (4 * n * n_messages / speed) * (ranks - 1) / ranks
+    sync = 4 * n / speed * (ranks > 1) + 2 * n / READS
+    return gb, sampling + learning + messages + sync
+
+
+def rank_table():
+    """Computed, not measured: memory and step time on 1 to 64 GPUs of 80 GB."""
+    from lab import bench
+    lines = []
+    for name, shape in bench.RANK_SIZES.items():
+        cells = []
+        for ranks in RANKS:
+            gb, seconds = rank_step(shape, ranks)
+            fits = gb <= SPARE * 80
+            cells.append(f"{gb:.0f} GB, {seconds:.0f} s" if fits else f"{gb:.0f} GB: too large")
+        lines.append([f"Qwen3-{name}", *cells])
+    return markdown(["model", *(f"{ranks} GPU{'s' if ranks > 1 else ''}" for ranks in RANKS)],
+                    lines)
+
+
 def learning_table():
     """The default run, seed by seed."""
     lines = []
@@ -761,7 +806,7 @@ TABLES = {
     "explosion": explosion_table, "length": length_table, "rules": rule_table,
     "kills": kill_table, "mutants": mutants_table, "fuzz": fuzz_table,
     "speed": speed_table, "versions": version_table, "alone": alone_table, "phases": phase_table,
-    "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "learning": learning_table,
+    "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "ranks": rank_table, "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
     "neighbours": neighbour_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
