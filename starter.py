@@ -929,6 +929,14 @@ def take_rows(batch, rows, width):
     return {name: tensor[rows, :width] for name, tensor in batch.items()}
 
 
+def rows_that_learn(batch):
+    """Leaves out the rows whose part of the loss is 0 without a KL term: those with advantage 0 and
+    those without weights. One stays in any case, so that AdamW does its step."""
+    learns = (batch["advantages"][:, 0] != 0) & (batch["weights"] != 0).any(dim=1)
+    learns[0] |= ~learns.any()
+    return take_rows(batch, learns, batch["labels"].shape[1])
+
+
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
     row. Rows of similar length come together; the longest first, since they need most memory."""
@@ -1415,7 +1423,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, compute
 
 
 def accumulate_gradients(policy, microbatches, n_tokens, cfg, parts, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a whole step, which has n_tokens response tokens.
+    """Adds up the gradients of a step whose microbatches have n_tokens response tokens.
 
     Returns the step's loss and its means over tokens, and the (B, T) log-probs of each microbatch.
     """
@@ -2281,6 +2289,9 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                 counted = counted & finished
             batch["weights"] = token_weights(counted, cfg.loss_average, cfg.max_new_tokens)
             n_tokens = int(batch["response_mask"].sum())
+            if ref_model is None:
+                batch = rows_that_learn(batch)
+            n_learning = int(batch["response_mask"].sum())
             microbatches = ranks.microbatches(batch, cfg.max_tokens_per_microbatch,
                                               compute.cut_microbatches)
 
@@ -2290,7 +2301,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
             totals = Counter()
             for epoch in range(cfg.epochs_per_rollout):
                 with timed(seconds, "update"):
-                    means, log_probs = run.accumulate(policy, microbatches, n_tokens, cfg, parts,
+                    means, log_probs = run.accumulate(policy, microbatches, n_learning, cfg, parts,
                                                       ref_model, controller.beta)
                     if epoch == 0:
                         for rows, now in zip(microbatches, log_probs):

@@ -1143,6 +1143,48 @@ def test_gradient_and_logged_means_do_not_depend_on_the_cut(compute, loss_averag
     assert whole[1][0]["clip_frac"] > 0
 
 
+@pytest.mark.parametrize("loss_average", ["grpo", "dapo", "dr_grpo"])
+def test_rows_without_a_gradient_are_left_out_and_change_nothing(compute, loss_average):
+    """Advantage 0 in half of the rows, no weights in one more, two epochs."""
+    def run(choose):
+        policy, _ = make_models()
+        compute.prepare(policy)
+        batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)), loss_average)
+        batch["advantages"][::2] = 0.0
+        batch["weights"][3] = 0.0
+        batch = choose(batch)
+        microbatches = compute.cut_microbatches(batch, 30)
+        parts = starter.Parts(compute, starter.OneProcess(), None)
+        found = []
+        for epoch in range(2):
+            means, log_probs = starter.accumulate_gradients(
+                policy, microbatches, 40, step_settings(importance_cap=1.2), parts)
+            if epoch == 0:
+                for rows, now in zip(microbatches, log_probs):
+                    rows["old_log_probs"] = now
+            found.append((float(means["loss"]), gradient_of(policy)))
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter -= 0.15 * parameter.grad / found[-1][1].norm()
+            policy.zero_grad()
+        return len(batch["labels"]), found
+
+    n_all, whole = run(lambda batch: batch)
+    n_left, ours = run(starter.rows_that_learn)
+    assert (n_all, n_left) == (8, 3)
+    for (loss, gradient), (whole_loss, whole_gradient) in zip(ours, whole):
+        assert loss == pytest.approx(whole_loss, abs=1e-6)
+        torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-6)
+
+
+def test_one_row_is_left_where_none_learns():
+    batch = make_step(make_responses((3, 2)), "dapo")
+    batch["advantages"][:] = 0.0
+    left = starter.rows_that_learn(batch)
+    assert len(left["labels"]) == 1
+    assert torch.equal(left["input_ids"][0], batch["input_ids"][0])
+
+
 def test_importance_weights_correct_the_sampler_and_are_cut(policy):
     """The sampler's log-probs are off by -0.3, 0 and 1: the weights are exp(0.3), which is cut at
     1.2, 1 and exp(-1)."""

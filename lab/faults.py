@@ -391,6 +391,14 @@ STARTER = [
         ("if name not in given}\n", "if name in given}\n"),
         ('return TINY["model_id"] if has_tiny else', 'return TINY["model_id"] if True else'),
     ]),
+    Section("starter.py", "test_starter.py tests/test_changes.py", [
+        ('learns = (batch["advantages"][:, 0] != 0) &',
+         'learns = (batch["advantages"][:, 0] > 0) &'),
+        ("    learns[0] |= ~learns.any()\n", ""),
+        ("            if ref_model is None:\n                batch = rows",
+         "            if True:\n                batch = rows"),
+        ('n_learning = int(batch["response_mask"].sum())', "n_learning = n_tokens"),
+    ]),
     Section("starter.py", "tests/test_lora.py", [
         ("    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank,",
          "    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=3 * rank,"),

@@ -4,6 +4,8 @@
                                           coefficient, three seeds each, 5 to 10 minutes a run
     python -m lab.real_model --only off 0.01 --seeds 0 --steps 40
     python -m lab.real_model --trials     one seed at other learning rates, groups and lengths
+    python -m lab.real_model --explosion  LoRA under the settings that are said to explode, beside
+                                          others: real_model_explosion.csv
     python -m lab.real_model --table      prints the table of the results
     python -m lab.real_model --figure     draws figures/real_model.png (needs matplotlib)
 
@@ -21,6 +23,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -41,6 +44,7 @@ from support import fast
 
 RUNS = RESULTS / "real_model.csv"
 TRIALS = RESULTS / "real_model_trials.csv"
+EXPLOSION = RESULTS / "real_model_explosion.csv"
 CACHE = Path.home() / ".cache" / "starter"
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 
@@ -48,7 +52,13 @@ SEEDS = (0, 1, 2)
 COEFFICIENTS = (0.0, 0.003, 0.01, 0.03, 0.1)  # 0: KL penalty off
 BEST = dict(n_train_steps=40, rollout_batch_size=128, group_size=8, max_new_tokens=12,
             learning_rate=2e-5, warmup_steps=3)  # the fastest of the trials; starter.py's SMALL
+LORA = dict(lora_rank=16, learning_rate=2e-4)
 SHORT = BEST | dict(n_train_steps=20)
+REPORTED = SHORT | LORA | dict(loss_average="dr_grpo", use_kl_penalty=True, kl_coef=0.04)
+EXPLODING = [settings | {"learning_rate": learning_rate}
+             for learning_rate in (2e-4, 1e-3)
+             for settings in (REPORTED | {"kl_gradient": "as_written"}, REPORTED,
+                              SHORT | LORA | {"loss_average": "dr_grpo"})]
 TRIED = [
     SHORT | dict(group_size=16, max_new_tokens=16, learning_rate=5e-5),
     SHORT,
@@ -422,6 +432,7 @@ def train_once(job):
         cpu = (ticks[(steps - 1) * batch] - ticks[0]) / (steps - 1)
     return {
         "run": key_of(changes, job["seed"]), "kl_coef": changes.get("kl_coef", 0.0),
+        "lora_rank": changes.get("lora_rank", 0),
         "seed": job["seed"], "learning_rate": changes["learning_rate"], "steps": steps,
         "n_eval_problems": job["n_eval_problems"],
         "solved_before": round(result["before"]["solved"], 4),
@@ -435,6 +446,8 @@ def train_once(job):
         "cpu_s_per_step": round(cpu, 2) if cpu else "",
         "load_at_start": round(load, 1),
         "peak_gb": round(max(logged["mem/peak_gb"]), 2),
+        "largest_grad_norm": f"{max(logged['train/grad_norm']):.4g}",
+        "largest_kl": f"{max(logged.get('train/kl_per_token', [math.nan])):.4g}",
         "curve": " ".join(f"{value:.3f}" for value in logged["train/reward_mean"]),
         "evaluations": " ".join(f"{value:.3f}" for value in logged["eval/solved"]),
         "torch": torch.__version__,
@@ -491,9 +504,10 @@ def fill(path, grid, seeds, job):
 # --------------------------------------------------------------------------------------------------
 # 4. Reading the rows.
 
-def groups():
-    """Returns [(kl_coef, its rows)] of the csv, KL penalty off first."""
-    rows = read_csv(RUNS)
+def groups(lora=False):
+    """Returns [(kl_coef, its rows)] of the csv, KL penalty off first, of runs in which all weights
+    learn or, with lora, adapters do."""
+    rows = [row for row in read_csv(RUNS) if (row["lora_rank"] != "0") == lora]
     coefficients = sorted({float(row["kl_coef"]) for row in rows})
     return [(kl_coef, [row for row in rows if float(row["kl_coef"]) == kl_coef])
             for kl_coef in coefficients]
@@ -507,11 +521,13 @@ def drift(row):
 def results_table():
     """One line for each coefficient: what was learnt, and what was forgotten."""
     from lab.tables import markdown, per_cent, spread
-    of_all = [row for _, rows in groups() for row in rows]
-    lines = [["before training", "", per_cent(numbers_of(of_all, "solved_before")), "0", "0",
-              "0", "100", "100", "100", ""]] if of_all else []
-    for kl_coef, rows in groups():
+    of_all = [row for lora in (False, True) for _, rows in groups(lora) for row in rows]
+    lines = [["before training", "", "", per_cent(numbers_of(of_all, "solved_before")), "0", "0",
+              "0", "100", "100", "100", "", ""]] if of_all else []
+    for lora, (kl_coef, rows) in [(lora, of_kl) for lora in (False, True)
+                                  for of_kl in groups(lora)]:
         lines.append([
+            "LoRA 16" if lora else "all weights",
             f"{kl_coef:g}" if kl_coef else "off", str(len(rows)),
             per_cent(numbers_of(rows, "solved_after")),
             spread(numbers_of(rows, "kl_per_token"), 2),
@@ -520,10 +536,30 @@ def results_table():
             per_cent(numbers_of(rows, "questions_kept")),
             per_cent(numbers_of(rows, "same_responses")),
             per_cent(numbers_of(rows, "same_tokens")),
-            spread(numbers_of(rows, "s_per_step"), 1)])
-    return markdown(["kl_coef", "seeds", "solved, %", "KL per token", "KL per response",
-                     "English, nats per token more", "questions kept, %", "same responses, %",
-                     "same tokens, %", "s a step"], lines)
+            spread(numbers_of(rows, "s_per_step"), 1), spread(numbers_of(rows, "peak_gb"), 1)])
+    return markdown(["what learns", "kl_coef", "seeds", "solved, %", "KL per token",
+                     "KL per response", "English, nats per token more", "questions kept, %",
+                     "same responses, %", "same tokens, %", "s a step", "peak memory, GB"], lines)
+
+
+def explosion_table():
+    """One line for each setting: largest KL and gradient norm of a step, over the seeds."""
+    from lab.tables import markdown
+    lines = []
+    rows = read_csv(EXPLOSION)
+    for settings in EXPLODING:
+        of_setting = [row for row in rows if key_of(settings, int(row["seed"])) == row["run"]]
+        if not of_setting:
+            continue
+        kl = "off"
+        if settings.get("use_kl_penalty"):
+            kl = f"k3, {settings.get('kl_gradient', 'reverse')}, {settings['kl_coef']:g}"
+        lines.append([f"{settings['learning_rate']:g}", kl, str(len(of_setting)),
+                      f"{max(numbers_of(of_setting, 'largest_kl')):.3g}" if kl != "off" else "",
+                      f"{max(numbers_of(of_setting, 'largest_grad_norm')):.3g}",
+                      " ".join(f"{100 * x:.0f}" for x in numbers_of(of_setting, "solved_after"))])
+    return markdown(["learning rate", "KL penalty", "seeds", "largest KL of a step, nats a token",
+                     "largest gradient norm of a step", "solved, %, seed by seed"], lines)
 
 
 def trials_table():
@@ -581,12 +617,13 @@ def coefficient(text):
 def main():
     parser = argparse.ArgumentParser(description="trains SmolLM2-135M-Instruct on addition")
     choice = parser.add_mutually_exclusive_group()
-    for name in ("trials", "table", "figure"):
+    for name in ("trials", "explosion", "table", "figure"):
         choice.add_argument(f"--{name}", action="store_true")
     choice.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", type=coefficient, default=COEFFICIENTS,
                         metavar="KL_COEF", help="coefficients; 'off' or 0 is no KL penalty")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 learn")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=BEST["n_train_steps"])
     parser.add_argument("--text", type=Path, default=GSM8K, help="GSM8K's test.jsonl")
@@ -603,10 +640,16 @@ def main():
         fill(TRIALS, TRIED, [0], dict(cache=str(arguments.cache), eval_every=0,
                                       n_eval_problems=300, forgetting=False))
         print(trials_table())
+    elif arguments.explosion:
+        model_folder(arguments.cache)
+        fill(EXPLOSION, EXPLODING, arguments.seeds,
+             dict(cache=str(arguments.cache), eval_every=0, n_eval_problems=300, forgetting=False))
+        print(explosion_table())
     else:
         english_texts(arguments.text)  # a missing file is told now
         model_folder(arguments.cache)
-        grid = [BEST | {"n_train_steps": arguments.steps} | penalty(kl_coef)
+        what = LORA if arguments.lora else {}
+        grid = [BEST | what | {"n_train_steps": arguments.steps} | penalty(kl_coef)
                 for kl_coef in arguments.only]
         fill(RUNS, grid, arguments.seeds,
              dict(cache=str(arguments.cache), text_path=str(arguments.text.resolve()),

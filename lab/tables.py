@@ -813,6 +813,7 @@ TABLES = {
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,
     "tinker_verdicts": tinker_verdict_table,
+    "real_model_explosion": real_model.explosion_table,
     "real_model": real_model.results_table, "real_model_trials": real_model.trials_table,
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)

@@ -160,11 +160,13 @@ def test_a_run_gives_a_whole_row(kl_coef, tmp_path):
     assert row["questions"] == row["questions_kept"] == row["same_responses"] == 1
     assert row["kl_per_token"] == 0 and row["cpu_s_per_step"] > 0
     assert row["curve"] == "0.000 0.000 0.000"
+    assert float(row["largest_grad_norm"]) < 1e-6
     path = tmp_path / "runs.csv"
     real_model.append_rows(path, [row])
     with mock.patch.object(real_model, "RUNS", path):
         lines = real_model.results_table().splitlines()
-    assert len(lines) == 4 and lines[3].startswith("| 0.1 |" if kl_coef else "| off |")
+    assert len(lines) == 4 and lines[3].startswith(
+        "| all weights | 0.1 |" if kl_coef else "| all weights | off |")
 
 
 def test_reward_with_clock_notes_each_call():

@@ -114,7 +114,7 @@ def test_only_the_end_of_a_long_text_is_read():
     ("68,", 1), ("It is $68.", 1), ("23+45=68", 1),
     ("", 0), ("sixty-eight", 0), ("67", 0), ("-68", 0), ("68 is 23 + 45", 0), ("168", 0),
     ("6 8", 0), ("68.5", 0), ("6" * 500 + "68", 0), ("1" + "0" * 198 + "68", 0), ("68\n69", 0),
-    ("6,8", 0), ("1,068", 0), ("<answer>68</answer> 1", 0),
+    ("168 " + "x" * 197, 0), ("6,8", 0), ("1,068", 0), ("<answer>68</answer> 1", 0),
 ])
 def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
     assert starter.reward_fn(text, {"answer": "68", "last_number": True}) == reward
