@@ -399,6 +399,13 @@ STARTER = [
          "            if True:\n                batch = rows"),
         ('n_learning = int(batch["response_mask"].sum())', "n_learning = n_tokens"),
     ]),
+    Section("starter.py", "tests/test_gpu.py", [
+        ('"device_ids": [torch.cuda.current_device()]', '"device_ids": [0]'),
+        ('{"head_dtype": "float32"} if bf16 else {}', "{}"),
+        ("    if on_gpu and cfg.device.index is not None:\n", "    if False:\n"),
+        ("    yield\n    wait()\n", "    yield\n"),
+        ("max(1, min(ROWS_AT_ONCE, CACHE_BYTES // of_row))", "ROWS_AT_ONCE"),
+    ]),
     Section("starter.py", "tests/test_lora.py", [
         ("    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank,",
          "    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=3 * rank,"),
@@ -719,6 +726,9 @@ SUPPORT = [
     ]),
     Section("support/tiny.py", "tests/test_portability.py", [
         ("if not os.access(folder.parent, os.W_OK):", "if False:"),
+    ]),
+    Section("support/ranks.py", "tests/test_gpu.py", [
+        ("datetime.timedelta(hours=1)", "datetime.timedelta(minutes=10)"),
     ]),
     Section("support/ranks.py", "tests/test_ranks.py", [
         ("        os._exit(0)\n", "        pass\n"),
