@@ -772,8 +772,9 @@ def same_answer(answer, gold):
 
 def last_number(text):
     """The last number in a text: "23 + 45 = 68." -> "68". "" where its end has none."""
-    start, end = text[:-200], text[-200:]
-    end = re.sub(r"^\S*", "", end) if start else end  # what the cut leaves of a word or number
+    end = text[-200:]
+    if len(text) > 200:  # what the cut leaves of a word or number is dropped
+        end = re.sub(r"^\S*", "", end)
     found = re.findall(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", end, re.ASCII)
     return found[-1].rstrip(",") if found else ""
 

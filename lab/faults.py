@@ -33,7 +33,7 @@ STARTER = [
         ("problems[is_held_out(min(a, b), max(a, b))]", "problems[is_held_out(a, b)]"),
         ("    random.Random(0).shuffle(pairs)\n", "    random.Random(cfg.seed).shuffle(pairs)\n"),
         ('    if problem.get("last_number"):\n', "    if False:\n"),
-        ("end) if start else end  #", "end) if False else end  #"),
+        ("    if len(text) > 200:  # what", "    if False:  # what"),
         ('"role", "content"} for message in value)', '"role"} for message in value)'),
         ("if split in splits else []", ""),
         ('for split in ("train", "test")]', 'for split in ("train", "train")]'),

@@ -109,7 +109,8 @@ def free_gb(device):
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 1e9
     path = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", path.read_text()) if path.is_file() else None
+    text = path.read_text("utf-8") if path.is_file() else ""
+    found = re.search(r"MemAvailable:\s*(\d+) kB", text)
     return int(found[1]) * 1024 / 1e9 if found else math.inf
 
 

@@ -89,8 +89,8 @@ SETTINGS = [
     (dict(eval_file="train.jsonl"), r"eval_file = 'train.jsonl' is not read by task = "
                                     "'countdown_small'; give the path of a .jsonl file as task, "),
     (dict(task="missing.jsonl"), r"task = 'missing.jsonl' " + NO_FILE),
-    (dict(task=3), r"task = 3 must be one of 'countdown', 'countdown_small', the path of a .jsonl "
-                   "file, or a function; use for example 'countdown'"),
+    (dict(task=3), r"task = 3 must be one of 'countdown', 'countdown_small', 'addition', the path "
+                   "of a .jsonl file, or a function; use for example 'countdown'"),
     (dict(task="y" * 300 + ".jsonl"), r"task = 'yyy.* " + NO_FILE),
     (dict(task="folder.jsonl"), r"task = 'folder.jsonl' " + NO_FILE),
     (FILE | dict(eval_file="missing.jsonl"), r"eval_file = 'missing.jsonl' " + NO_FILE),
@@ -337,8 +337,8 @@ ALONE = [
 if not HAS_VLLM:
     ALONE.append((dict(engine="vllm"), r"engine = 'vllm' needs vLLM, which is not installed here"))
 if not torch.cuda.is_available():
-    ALONE.append((dict(model_id=NOTHING), r"model_id = 'tiny' needs the folder support/ beside "
-                                          "starter.py; give model_id = a checkpoint folder"))
+    ALONE.append((dict(model_id="tiny"), r"model_id = 'tiny' needs the folder support/ beside "
+                                         "starter.py; give model_id = a checkpoint folder"))
 # These come last, since they are found during the first evaluation, in a run folder of their own.
 ALONE += [
     (dict(reward=raises_two_lines), r"reward raised ValueError: two lines on the .*" + ONE_NUMBER),

@@ -90,8 +90,8 @@ def test_run_that_cannot_fit_is_refused_with_what_would_fit(saved):
     with pytest.raises(starter.InputError) as refusal:
         memory.check_fits(saved, cfg_of(), 1, free=24.0)
     text = str(refusal.value)
-    assert "needs about 37.5 GB" in text and "24.0 GB are free on this GPU" in text
-    assert "use lora_rank = 16 (about 6." in text and text.endswith("or a smaller model")
+    assert "needs about 38" in text and "24.0 GB are free on this GPU" in text
+    assert "use lora_rank = 16 (about 7." in text and text.endswith("or a smaller model")
 
 
 def test_experts_are_not_guessed():
@@ -101,8 +101,8 @@ def test_experts_are_not_guessed():
 
 
 @pytest.mark.parametrize("changes, n_ranks, free", [
-    (dict(), 1, 80.0), (dict(lora_rank=16), 1, 24.0), (dict(), 2, 26.0),
-    (dict(use_kl_penalty=False), 1, 34.0)])
+    (dict(), 1, 80.0), (dict(lora_rank=16), 1, 24.0), (dict(), 2, 27.0),
+    (dict(use_kl_penalty=False), 1, 35.0)])
 def test_run_that_may_fit_is_not_refused(saved, changes, n_ranks, free):
     memory.check_fits(saved, cfg_of(**changes), n_ranks, free)
 

@@ -23,7 +23,9 @@ UNIX_ONLY = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 
 # Python in which the modules and names that Windows lacks are not there either.
 AS_ON_WINDOWS = f"""
-import os, signal, sys
+import importlib, importlib.util, os, signal, sys
+if importlib.util.find_spec("psutil"):  # it has a file for each system; this one's needs resource
+    importlib.import_module("psutil")
 for name in {UNIX_ONLY!r}:
     sys.modules[name] = None
 for owner, names in ((os, ("fork", "symlink", "killpg", "getuid")),

@@ -766,7 +766,7 @@ class FakeEngine:
         self.fresh = False
 
     def collective_rpc(self, load, args):
-        self.weights = {name: parameter.clone() for name, parameter in args[0]}
+        self.weights = {name: parameter.clone() for name, parameter in args[0]()}
 
     def reset_prefix_cache(self):
         self.fresh = True
@@ -967,7 +967,7 @@ def test_truncated_responses_can_be_left_out_of_the_loss(checkpoint, tmp_path, k
     with mock.patch.object(starter, "rollout", rollout), \
             mock.patch.object(starter, "accumulate_gradients", update):
         run(kind, **settings(checkpoint, tmp_path, n_train_steps=1, mask_truncated=True,
-                             loss_average=loss_average))
+                             loss_average=loss_average, use_kl_penalty=True, kl_coef=0.1))
     finished = [r for r in sampled[1] if r.finished]
     counted = torch.cat([(rows["weights"] > 0).sum(dim=1) for rows in updated[0]])
     assert sorted(counted[counted > 0].tolist()) == sorted(len(r.response_ids) for r in finished)
