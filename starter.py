@@ -405,7 +405,8 @@ def init_policy(model_id, device):
 
 def add_adapter(policy, rank, seed):
     """Freezes the policy and puts trainable matrices A and B beside each linear layer of its blocks
-    (LoRA, arXiv:2106.09685): W x becomes W x + 2 B A x. B is 0 at first. Needs peft."""
+    (LoRA, arXiv:2106.09685): W x becomes W x + 2 B A x. B is 0 at first. The LM head has none, so
+    that policy and reference share it. Needs peft."""
     from peft import LoraConfig, inject_adapter_in_model
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"),
@@ -414,7 +415,8 @@ def add_adapter(policy, rank, seed):
 
 @contextlib.contextmanager
 def without_adapter(model):
-    """Inside, a policy with LoRA computes what it did before training: it is its own reference."""
+    """Inside, a policy with LoRA computes what it did before training: it is its own reference.
+    Another model stays as it is. peft lets the adapter learn again at the end."""
     adapted = [module for module in model.modules() if hasattr(module, "base_layer")]
     for module in adapted:
         module.enable_adapters(False)
@@ -427,18 +429,20 @@ def without_adapter(model):
 
 def merged_weights(policy, whole=lambda tensor: tensor):
     """Yields (name, tensor) of the policy's parameters, one at a time. An adapter is added to the
-    weight beside it, so that names and shapes are those of the model as it was loaded."""
+    weight beside it, so that names and shapes are those of the model as it was loaded. whole: part
+    of a tensor -> the tensor, where several processes divide it."""
     for name, parameter in policy.named_parameters():
         if ".lora_" in name:
             continue
         tensor = whole(parameter.detach())
-        layer, _, kind = name.rpartition(".base_layer.")
+        beside, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":
-            layer = policy.get_submodule(layer)
+            layer = policy.get_submodule(beside)
             a, b = (whole(matrix["default"].weight.detach()) for matrix in (layer.lora_A,
                                                                              layer.lora_B))
             change = layer.scaling["default"] * (b @ a)
-            tensor = tensor.float() + (change.T if layer.fan_in_fan_out else change)
+            change = change.T if layer.fan_in_fan_out else change  # GPT-2's W is transposed
+            tensor = tensor.float() + change  # a frozen W may be stored in bf16
         yield name.replace(".base_layer.", "."), tensor
 
 
@@ -931,8 +935,9 @@ def take_rows(batch, rows, width):
 
 
 def rows_that_learn(batch):
-    """Leaves out the rows whose part of the loss is 0 without a KL term: those with advantage 0 and
-    those without weights. One stays in any case, so that AdamW does its step."""
+    """Leaves out the rows whose part of the loss is 0 without a KL term: those with advantage 0, as
+    in a group of equal rewards, and those whose tokens all have weight 0. If none learns, the
+    first stays, so that AdamW does its step."""
     learns = (batch["advantages"][:, 0] != 0) & (batch["weights"] != 0).any(dim=1)
     learns[0] |= ~learns.any()
     return take_rows(batch, learns, batch["labels"].shape[1])
@@ -1911,15 +1916,16 @@ def sync_to_disk(path):
 
 
 def safetensors_chunks(tensors, metadata, whole):
-    """{key: float32 tensor} -> the bytes of a safetensors file, one whole tensor at a time, so that
-    no process holds all of them. Its own writer takes them together."""
+    """{key: tensor} -> the bytes of a safetensors file with float32 numbers, one tensor at a time,
+    so that no process holds all of them; the writer of the library takes them together. whole:
+    part of a tensor -> the tensor."""
     header = {"__metadata__": metadata}
     end = 0
     for key, tensor in tensors.items():
         start, end = end, end + 4 * tensor.numel()
         header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format wants whole groups of eight bytes
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         yield whole(tensor).float().cpu().contiguous().numpy().tobytes()
@@ -1932,7 +1938,7 @@ def write_chunks(chunks, path):
 
 
 def drain(chunks):
-    """Takes part in making each tensor whole, for the process that writes them."""
+    """For the processes that do not write: they take part in making each tensor whole."""
     for _ in chunks:
         pass
 
@@ -2290,7 +2296,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                 counted = counted & finished
             batch["weights"] = token_weights(counted, cfg.loss_average, cfg.max_new_tokens)
             n_tokens = int(batch["response_mask"].sum())
-            if ref_model is None:
+            if ref_model is None:  # a KL term has a gradient in every row
                 batch = rows_that_learn(batch)
             n_learning = int(batch["response_mask"].sum())
             microbatches = ranks.microbatches(batch, cfg.max_tokens_per_microbatch,
@@ -2378,7 +2384,8 @@ SMALL = dict(
 
 
 def preset_for(model_id, given):
-    """Returns what to call the model's preset, and its values; "" and {} where it has none."""
+    """Returns what to call the model's preset, and its values; "" and {} where it has none. A
+    folder named SmolLM2-135M-Instruct is the small model, too."""
     if model_id == "tiny":
         return "built-in model: TINY", TINY
     is_small = Path(str(model_id)).name == Path(SMALL["model_id"]).name
@@ -2388,7 +2395,7 @@ def preset_for(model_id, given):
 
 
 def with_preset(main):
-    """Calls main() with the values of the model's preset that the caller does not give."""
+    """A decorator: main() gets the values of the model's preset that the caller does not give."""
     parameters = inspect.signature(main).parameters
 
     @functools.wraps(main)
@@ -2396,8 +2403,9 @@ def with_preset(main):
         check_given(given, parameters)
         title, preset = preset_for(given.get("model_id", parameters["model_id"].default), given)
         preset = {name: value for name, value in preset.items() if name not in given}
+        penalised = given.get("use_kl_penalty", parameters["use_kl_penalty"].default)
         shown = ", ".join(f"{name}={value!r}" for name, value in preset.items()
-                          if name not in KL_NAMES or given.get("use_kl_penalty"))
+                          if name not in KL_NAMES or penalised)
         if title:
             print(wrapped(f"{title}, above main(), overrides main() with {shown}"))
         return main(**preset | given)
@@ -2416,7 +2424,8 @@ def default_model():
 @with_preset
 def main(
     # Model and data
-    # A folder or a Hugging Face name. By default Qwen/Qwen3-1.7B on a GPU, "tiny" without one.
+    # A folder or a Hugging Face name. By default Qwen/Qwen3-1.7B on a GPU; without one "tiny", or
+    # SMALL's model where support/ is not beside this file.
     model_id=default_model(),
     # A name in TASKS, a function like those there, or a JSONL file with "prompt" and "answer".
     task="countdown",  # TINY: "countdown_small"
@@ -2424,7 +2433,7 @@ def main(
     eval_file=None,  # JSONL of held-out problems; None: a quarter of the others
     # (response_text, problem) -> number; 1 or more is "solved". Or a list of (function, weight).
     reward=reward_fn,
-    lora_rank=0,  # 16: trains LoRA adapters and not the weights; less memory; needs peft
+    lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
 
@@ -2447,7 +2456,7 @@ def main(
     epochs_per_rollout=1,  # optimiser steps per rollout
 
     # KL penalty. README_KL.md has the measured tables.
-    use_kl_penalty=False,  # True costs one extra copy of the model and one extra forward pass
+    use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     kl_coef=0.01,  # a conventional start, not measured; TINY: 0.3
     kl_estimator="k3",  # the value: "k1", "k2", "k3", or "exact" (over the vocabulary)
     kl_gradient="reverse",  # of KL(policy || reference); "as_written": autograd, as in papers

@@ -247,7 +247,7 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "lowest variance; when a second pass over the vocabulary is cheap"),
     ("k1", "k1", "as_written", "loss", "never; refused"),
     ("k2", "k2", "as_written", "loss",
-     "the same as reverse on own samples; refused there, since it would change nothing"),
+     "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
     ("k1", "k1", "reverse", "loss_to_go",
      "the same gradient as k1 in the reward, outside the PPO clip"),
@@ -297,8 +297,8 @@ def gradient_table():
                  for policy, sampled_by in GRADIENT_COLUMNS]
         shown = "its own" if estimator == "exact" else gradient
         lines.append([name, shown, place, *cells, use])
-    return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, own samples",
-                     "one token, older samples", "KL of whole responses, own samples", "use"],
+    return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
+                     "one token, later epochs", "KL of whole responses, first epoch", "use"],
                     lines)
 
 
@@ -543,7 +543,7 @@ def gpu_table():
         name = f"KL penalty {'on' if changes['kl_penalty'] else 'off'}, {max_tokens:,} tokens"
         name += ", checkpointing" if changes.get("checkpointing") else ""
         names.append(name + (", LoRA" if changes.get("lora_rank") else ""))
-    return markdown(["model", *names, "of the second weights, gradients, moments, reference"],
+    return markdown(["model", *names, "weights, gradients, moments and reference of the second"],
                     lines)
 
 
