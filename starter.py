@@ -1668,14 +1668,18 @@ def nearest(value, options):
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, options))}"
 
 
+def is_penalised(given, parameters):
+    """Whether the KL penalty is on, by what main() is given or else by its default."""
+    return given.get("use_kl_penalty", parameters["use_kl_penalty"].default)
+
+
 def check_given(given, parameters):
     """Refuses a misspelt parameter, and a KL setting while the penalty is off."""
-    penalised = given.get("use_kl_penalty", parameters["use_kl_penalty"].default)
     for name, value in given.items():
         if name not in parameters:
             raise InputError(f"{name} is not a parameter of main(); "
                              f"{nearest(name, list(parameters))}")
-        if name in KL_NAMES and not penalised:
+        if name in KL_NAMES and not is_penalised(given, parameters):
             raise InputError(f"{name} = {value!r} changes nothing while the KL penalty is off; set "
                              "use_kl_penalty = True, or leave it out")
 
@@ -2403,9 +2407,8 @@ def with_preset(main):
         check_given(given, parameters)
         title, preset = preset_for(given.get("model_id", parameters["model_id"].default), given)
         preset = {name: value for name, value in preset.items() if name not in given}
-        penalised = given.get("use_kl_penalty", parameters["use_kl_penalty"].default)
         shown = ", ".join(f"{name}={value!r}" for name, value in preset.items()
-                          if name not in KL_NAMES or penalised)
+                          if name not in KL_NAMES or is_penalised(given, parameters))
         if title:
             print(wrapped(f"{title}, above main(), overrides main() with {shown}"))
         return main(**preset | given)

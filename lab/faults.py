@@ -355,7 +355,7 @@ STARTER = [
     ]),
     Section("starter.py", INPUTS, [  # settings
         ("        if name not in parameters:\n", "        if False:\n"),
-        ("if name in KL_NAMES and not penalised:", "if False:"),
+        ("if name in KL_NAMES and not is_penalised(given, parameters):", "if False:"),
         ('given.get("use_kl_penalty", parameters["use_kl_penalty"].default)',
          'given.get("use_kl_penalty", True)'),
         ("(cfg.rollout_batch_size % cfg.group_size,", "(False,"),
@@ -395,8 +395,7 @@ STARTER = [
         ('learns = (batch["advantages"][:, 0] != 0) &',
          'learns = (batch["advantages"][:, 0] > 0) &'),
         ("    learns[0] |= ~learns.any()\n", ""),
-        ("            if ref_model is None:\n                batch = rows",
-         "            if True:\n                batch = rows"),
+        ("            if ref_model is None:  # a KL term", "            if True:  # a KL term"),
         ('n_learning = int(batch["response_mask"].sum())', "n_learning = n_tokens"),
     ]),
     Section("starter.py", "tests/test_gpu.py", [

@@ -103,6 +103,13 @@ def test_preset_of_the_small_model_holds_for_its_own_task_only(called, model_id,
         assert capsys.readouterr().out == ""
 
 
+def test_preset_lists_its_coefficient_where_the_penalty_is_on(called, capsys):
+    called(model_id="tiny")
+    assert "kl_coef" not in capsys.readouterr().out
+    called(model_id="tiny", use_kl_penalty=True)
+    assert "kl_coef=0.3" in capsys.readouterr().out
+
+
 def test_other_models_have_no_preset(called):
     assert called(model_id="Qwen/Qwen3-1.7B")["max_new_tokens"] == 256
 
