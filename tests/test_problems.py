@@ -231,6 +231,19 @@ def test_dataset_gives_its_train_and_test_rows(monkeypatch):
         starter.problems_of_files(cfg)
 
 
+def test_dataset_takes_the_place_of_the_task(monkeypatch, tmp_path):
+    rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(40)]
+    monkeypatch.setitem(sys.modules, "datasets", Datasets(train=rows[:30], test=rows[30:]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    found = starter.load_problems(settings_of_files("countdown", dataset="a/b"), tmp_path)
+    assert [problem["prompt"] for problem in found.train] == [row["prompt"] for row in rows[:30]]
+
+
+def test_prompt_of_a_row_stays_beside_a_question(tmp_path):
+    row = {"prompt": "say it", "question": "2 + 2?", "answer": 4}
+    assert starter.read_jsonl(write_jsonl(tmp_path / "a.jsonl", [row]))[0]["prompt"] == "say it"
+
+
 def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(40)]
