@@ -280,7 +280,7 @@ FILES = [
     (dict(model_id="no_eos"), r"the tokenizer has no EOS token, so that no response could end; "
                               "set its eos_token and save it"),
     (dict(model_id="more_tokens"), r"the tokenizer of more_tokens has ids up to \d+, its model "
-                                   "reads 40 tokens; take the tokenizer that belongs to it"),
+                                   "reads 57 tokens; take the tokenizer that belongs to it"),
     *((dict(model_id=name), rf"the chat template of {name} fails on a user's message \(.*\); mend "
                             "it, or delete it") for name in ("raising_template", "torn_template")),
     (dict(model_id="deaf_template"), r"the chat template of deaf_template leaves out the user's "
