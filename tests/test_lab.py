@@ -289,3 +289,39 @@ def test_result_files_have_one_header_and_whole_rows():
             header, *rows = csv.reader(file)
         assert len(set(header)) == len(header) and rows, path.name
         assert all(len(row) == len(header) and row != header for row in rows), path.name
+
+
+# --------------------------------------------------------------------------------------------------
+# The race
+
+def points(*solved, seconds=10.0):
+    """An evaluation every five steps, `seconds` apart."""
+    return [(5 * i, seconds * i, share) for i, share in enumerate(solved)]
+
+
+def test_goal_is_reached_where_the_mean_of_three_evaluations_is():
+    race = pytest.importorskip("lab.race")
+    track = points(0.4, 0.9, 0.5, 0.7, 0.9)
+    means = [0.4, 0.65, 0.6, 0.7, 0.7]
+    assert [share for _, share in race.smoothed(track)] == pytest.approx(means)
+    assert race.time_to(track, 0.65) == 10.0
+    assert race.time_to(track, 0.68) == 30.0
+    assert race.time_to(track, 0.75) is None
+
+
+def test_interval_of_the_median_ratio_holds_it_and_narrows_with_agreement():
+    race = pytest.importorskip("lab.race")
+    low, high = race.bootstrap_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert 1.0 <= low < 3.0 < high <= 5.0
+    assert race.bootstrap_interval([2.0] * 8) == (2.0, 2.0)
+
+
+def test_race_table_counts_goals_that_were_not_reached(monkeypatch):
+    race = pytest.importorskip("lab.race")
+    runs = {("starter.py", 0): points(0.4, 0.8, 0.8, 0.8), ("starter.py", 1): points(0.4, 0.8, 0.8, 0.8),
+            ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
+            ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0), ("TRL", 7): points(0.9)}
+    monkeypatch.setattr(race, "read_runs", lambda: runs)
+    lines = race.race_table().splitlines()[2:]
+    assert lines[1].startswith("| 75% solved | 2 |") and lines[1].endswith("| 0 and 1 |")
+    assert lines[3].startswith("| all 15 steps | 2 | 30.0 | 75.0 | 2.50 |")
