@@ -318,7 +318,8 @@ def test_interval_of_the_median_ratio_holds_it_and_narrows_with_agreement():
 
 def test_race_table_counts_goals_that_were_not_reached(monkeypatch):
     race = pytest.importorskip("lab.race")
-    runs = {("starter.py", 0): points(0.4, 0.8, 0.8, 0.8), ("starter.py", 1): points(0.4, 0.8, 0.8, 0.8),
+    runs = {("starter.py", 0): points(0.4, 0.8, 0.8, 0.8),
+            ("starter.py", 1): points(0.4, 0.8, 0.8, 0.8),
             ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
             ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0), ("TRL", 7): points(0.9)}
     monkeypatch.setattr(race, "read_runs", lambda: runs)

@@ -150,8 +150,12 @@ def test_interrupt_before_training_is_one_line(checkpoint, tmp_path, moment):
                                env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
                                start_new_session=True)
     sign = {"quick tests": "=== Running", "building the built-in model": "building the tiny"}
+    maps = Path(f"/proc/{process.pid}/maps")
     if moment == "imports":
-        time.sleep(0.5)
+        while maps.is_file() and "libtorch" not in maps.read_text():  # torch is being imported
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0 if maps.is_file() else 0.5)
     else:
         while sign[moment] not in process.stdout.readline():
             assert process.poll() is None
