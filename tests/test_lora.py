@@ -141,7 +141,7 @@ def test_merged_weights_are_the_policy_under_the_names_of_the_model(models):
 LORA = dict(lora_rank=4, use_kl_penalty=True, kl_coef=0.1, learning_rate=1e-2)
 
 
-@pytest.fixture(params=["guarded", "plain"])
+@pytest.fixture(params=["guarded", pytest.param("plain", marks=pytest.mark.slow)])
 def kind(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(starter, "find_parts", lambda: (
@@ -190,6 +190,7 @@ def test_saved_model_is_loaded_by_transformers_as_the_policy_was(checkpoint, tmp
     torch.testing.assert_close(log_probs_of(loaded), log_probs_of(policies[0]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_run(checkpoint, tmp_path):
     runs = [starter.main(**settings(checkpoint, tmp_path, gradient_checkpointing=on, **LORA))
             for on in (False, True)]
@@ -197,6 +198,7 @@ def test_gradient_checkpointing_gives_the_same_run(checkpoint, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_run_in_bf16_trains_and_saves_float32(checkpoint, tmp_path):
     run = starter.main(**settings(checkpoint, tmp_path, bf16=True, **LORA))
     saved = load_file(run["run_folder"] / "model" / "model.safetensors")

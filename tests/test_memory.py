@@ -176,6 +176,7 @@ def test_model_whose_bits_would_change_keeps_float32(tmp_path, capsys):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [dict(use_kl_penalty=True, kl_coef=0.1),
                                      dict(lora_rank=4, learning_rate=1e-2)])
 def test_run_in_bf16_has_the_same_bits_with_and_without_the_saving(checkpoint, tmp_path,

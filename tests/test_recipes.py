@@ -54,6 +54,7 @@ def test_page_has_a_section_for_each_patch():
     assert all(f"## {name}\n" in page and f"recipes/{name}.patch" in page for name in NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_trains_at_once(name, checkpoint, tmp_path, monkeypatch):
     """With its own numbers, alone, on a small random model."""
@@ -213,6 +214,7 @@ def depends_on_target(text, problem):
     return variety(text, problem) if problem["target"] % 2 else 0.5
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, n_train_steps=3, reward=depends_on_target)
     module = load("dynamic_sampling", tmp_path)
@@ -223,6 +225,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path)
     assert scalars(again["run_folder"])["train/frac_zero_std"] == found
 
 
+@pytest.mark.slow
 def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "runs" / "earlier" / "model", seed=1)
@@ -233,6 +236,7 @@ def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path,
     assert kl[-1] < 0.7 * kl[0]
 
 
+@pytest.mark.slow
 def test_moving_reference_is_reset_and_survives_a_resume(checkpoint, tmp_path):
     module = load("moving_reference", tmp_path,
                   **{"REFERENCE_EVERY = 50": "REFERENCE_EVERY = 2"})
