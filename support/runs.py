@@ -612,6 +612,7 @@ class GuardedRun(starter.Run):
 
     def __init__(self, cfg, ranks):
         self.debug = {}  # {tag: value} of the step
+        self.lock_file = None
         super().__init__(cfg, ranks)
         self.saved = self.state.get("step")
         given = self.settings.get("max_tokens_per_microbatch")
@@ -723,7 +724,10 @@ class GuardedRun(starter.Run):
                              "use resume = False") from None
 
     def log(self, what, *values):
-        """Where TensorBoard's file cannot be written, a new one is begun."""
+        """Where TensorBoard's file cannot be written, a new one is begun. The last call, "close",
+        lets other processes into the folder."""
+        if what == "close" and self.lock_file is not None:
+            self.lock_file.close()
         for attempt in (1, 2):
             try:
                 return super().log(what, *values)

@@ -317,6 +317,16 @@ def test_second_process_cannot_write_into_a_run(checkpoint, tmp_path, stopped):
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@needs_support
+def test_finished_run_lets_another_process_into_its_folder(checkpoint, tmp_path):
+    folder = run("guarded", **settings(checkpoint, tmp_path, n_train_steps=1))["run_folder"]
+    program = ("import fcntl, sys; file = open(sys.argv[1], 'ab'); "
+               "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)")
+    done = subprocess.run([sys.executable, "-c", program, str(folder / ".lock")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @slow
 @needs_support
 def test_changed_script_is_kept_beside_the_new_one(checkpoint, tmp_path, capsys):
