@@ -79,7 +79,7 @@ def full_settings(checkpoint, folder, **changes):
     return settings(checkpoint, folder / "runs", **full | changes)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(checkpoint, tmp_path_factory):
     """Returns what a run that nothing interrupts ends with, for each kind."""
     known = {}
@@ -211,7 +211,7 @@ def test_save_that_was_cut_short_is_not_loaded(checkpoint, tmp_path, undisturbed
     assert len(checkpoints_of(tmp_path)) == (3 if step == 6 else 2)  # the next save takes the third
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stopped(checkpoint, tmp_path_factory):
     """Returns the folder of a run that was killed in step 6, with checkpoints of steps 2, 4."""
     folder = tmp_path_factory.mktemp("stopped")
