@@ -181,7 +181,8 @@ def test_reward_with_clock_notes_each_call():
 def test_table_and_trials_can_be_read_from_the_results():
     rows = real_model.read_csv(real_model.RUNS)
     table = real_model.results_table().splitlines()
-    assert len(table) == 2 + (1 if rows else 0) + len(real_model.groups())
+    n_groups = len(real_model.groups()) + len(real_model.groups(lora=True))
+    assert len(table) == 2 + (1 if rows else 0) + n_groups
     assert all(line.count("|") == table[0].count("|") for line in table)
     trials = real_model.trials_table().splitlines()
     assert len(trials) == 2 + len(real_model.read_csv(real_model.TRIALS))
