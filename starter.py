@@ -436,13 +436,14 @@ def merged_weights(policy, whole=lambda tensor: tensor):
             continue
         tensor = whole(parameter.detach())
         beside, _, kind = name.rpartition(".base_layer.")
+        tensor = tensor.float() if beside else tensor  # it may be stored in bf16
         if kind == "weight":
             layer = policy.get_submodule(beside)
             a, b = (whole(matrix["default"].weight.detach()) for matrix in (layer.lora_A,
                                                                              layer.lora_B))
             change = layer.scaling["default"] * (b @ a)
             change = change.T if layer.fan_in_fan_out else change  # GPT-2's W is transposed
-            tensor = tensor.float() + change  # a frozen W may be stored in bf16
+            tensor = tensor + change
         yield name.replace(".base_layer.", "."), tensor
 
 

@@ -413,7 +413,7 @@ STARTER = [
         ("            module.enable_adapters(True)\n", "            pass\n"),
         ('        if ".lora_" in name:\n            continue\n', ""),
         ('layer.scaling["default"] * (b @ a)', "(b @ a)"),
-        ("tensor = tensor.float() + change", "tensor = tensor + change.to(tensor.dtype)"),
+        ("tensor = tensor.float() if beside else tensor", "pass"),
         ("change = change.T if layer.fan_in_fan_out else change", "pass"),
         ('name.replace(".base_layer.", "."), tensor', "name, tensor"),
         ("with torch.no_grad(), without_adapter(ref_model):", "with torch.no_grad():"),
