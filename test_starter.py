@@ -1537,6 +1537,47 @@ def test_check_log_probs_stops_a_run_whose_reference_is_not_the_policy_at_first(
 
 
 # --------------------------------------------------------------------------------------------------
+# Evaluation
+
+def test_evaluation_matches_hand_computed_values(monkeypatch):
+    """Four problems of the task, then three of two other skills, each with a response of its own
+    length; a wrong answer in tags is worth 0.1 and solves nothing."""
+    tokenizer = make_tokenizer()
+    said = {"task 0": "<answer>5</answer>", "task 1": "<answer>6</answer>", "task 2": "no answer",
+            "task 3": "<answer>5</answer>", "sort 1": "<answer>1</answer>",
+            "sort 2": "<answer>9</answer>", "max 1": "<answer>1</answer>"}
+    held_out = [{"prompt": f"task {i}", "answer": "5"} for i in range(4)]
+    skills = [{"prompt": prompt, "answer": prompt[-1], "skill": prompt[:-2]}
+              for prompt in ("sort 1", "max 1", "sort 2")]
+    asked = []
+
+    def rollout(policy, llm, prompts, sampling, parts):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+        asked.append((texts, sampling))
+        replies = [next(said[name] for name in said if name in text) for text in texts]
+        return [Response(ids, tokenizer(reply)["input_ids"], [0.0] * len(reply), True)
+                for ids, reply in zip(prompts, replies)]
+
+    monkeypatch.setattr(starter, "rollout", rollout)
+    cfg = SimpleNamespace(seed=0, max_new_tokens=20, temperature=1.0, eval_temperature=0.25,
+                          enable_thinking=False, reward=starter.reward_fn, bf16=False,
+                          stop_token_ids=(EOS,))
+    parts = starter.Parts(starter.PLAIN, starter.OneProcess(),
+                          SimpleNamespace(reward_of=starter.reward_of))
+    metrics, samples = starter.evaluate(None, None, tokenizer,
+                                        starter.Problems([], held_out, skills), cfg, parts)
+    lengths = [len(tokenizer(said[problem["prompt"]])["input_ids"]) for problem in held_out]
+    assert metrics == pytest.approx({
+        "solved": 2 / 4, "reward_mean": (1 + 0.1 + 0 + 1) / 4, "retention_max": 1.0,
+        "retention_sort": 1 / 2, "response_length": sum(lengths) / 4})
+    assert [(problem["prompt"], text) for problem, text, _ in samples] == [
+        (f"task {i}", said[f"task {i}"]) for i in range(3)]
+    assert [reward for *_, reward in samples] == pytest.approx([1.0, 0.1, 0.0])
+    [(texts, sampling)] = asked
+    assert len(texts) == 7 and sampling.temperature == 0.25 and sampling.group_size == 1
+
+
+# --------------------------------------------------------------------------------------------------
 # Whole runs
 
 def train(checkpoint, folder, **changes):

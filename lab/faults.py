@@ -131,8 +131,8 @@ STARTER = [
         ("(?:,[0-9]{3})+|[1-9]", "(?:,[0-9]+)+|[1-9]"),
         ("if len(text) <= 100 else None", "if True else None"),
         ("if len(answer) > 2 * len(gold) + 100:", "if False:"),
-        ("    if number is None:\n        return False\n    units",
-         "    if number is None:\n        return answer == gold\n    units"),
+        # Left out: `return answer == gold` where the answer is no number and the gold one is. The
+        # same text is read in the same way, so that it changes nothing.
         ("number[0] == gold_number[0] and len(units) < 2", "number[0] == gold_number[0]"),
         ("        return plain_text(answer) == plain_text(gold)\n",
          "        return plain_text(answer) in plain_text(gold)\n"),

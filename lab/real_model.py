@@ -6,6 +6,7 @@
     python -m lab.real_model --trials     one seed at other learning rates, groups and lengths
     python -m lab.real_model --explosion  LoRA under the settings that are said to explode, beside
                                           others: real_model_explosion.csv
+    python -m lab.real_model --console    one run as a user sees it -> results/console_small.txt
     python -m lab.real_model --table      prints the table of the results
     python -m lab.real_model --figure     draws figures/real_model.png (needs matplotlib)
 
@@ -610,6 +611,16 @@ def draw():
 # --------------------------------------------------------------------------------------------------
 # 5. The program.
 
+def write_console(cache):
+    """What README.md's command for this model prints, with the converted copy of it."""
+    command = [sys.executable, "starter.py", "--model_id", str(model_folder(cache))]
+    with tempfile.TemporaryDirectory() as out_dir:
+        process = subprocess.run([*command, "--out_dir", out_dir], cwd=REPOSITORY, text=True,
+                                 stdout=subprocess.PIPE, check=True)
+    text = process.stdout.replace(str(Path(out_dir).resolve()), "runs").replace(out_dir, "runs")
+    (RESULTS / "console_small.txt").write_text(text.replace(f"{cache}/", ""))
+
+
 def coefficient(text):
     return 0.0 if text == "off" else float(text)
 
@@ -617,7 +628,7 @@ def coefficient(text):
 def main():
     parser = argparse.ArgumentParser(description="trains SmolLM2-135M-Instruct on addition")
     choice = parser.add_mutually_exclusive_group()
-    for name in ("trials", "explosion", "table", "figure"):
+    for name in ("trials", "explosion", "console", "table", "figure"):
         choice.add_argument(f"--{name}", action="store_true")
     choice.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
@@ -635,6 +646,8 @@ def main():
         print(results_table())
     elif arguments.figure:
         draw()
+    elif arguments.console:
+        write_console(arguments.cache)
     elif arguments.trials:
         model_folder(arguments.cache)
         fill(TRIALS, TRIED, [0], dict(cache=str(arguments.cache), eval_every=0,

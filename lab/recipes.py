@@ -137,6 +137,36 @@ RECIPES = {
             responses = [response for _, _, own in groups for response in own]
 >>>>
 """,
+    "minibatches": """
+<<<<
+            microbatches = ranks.microbatches(batch, cfg.max_tokens_per_microbatch,
+                                              compute.cut_microbatches)
+====
+            # Minibatches as in PPO (arXiv:1707.06347): an optimiser step on each part of the rows,
+            # with n times their weight. Later ones take the old log-probs from the sampler.
+            n = min(MINIBATCHES, len(batch["labels"]))
+            batch["weights"] *= n
+            n_learning /= n
+            minibatches = []
+            for first in range(n):
+                part = take_rows(batch, slice(first, None, n), batch["labels"].shape[1])
+                if first > 0:
+                    part["old_log_probs"] = part["rollout_log_probs"]
+                minibatches.append(ranks.microbatches(part, cfg.max_tokens_per_microbatch,
+                                                      compute.cut_microbatches))
+>>>>
+<<<<
+            for epoch in range(cfg.epochs_per_rollout):
+====
+            for epoch, microbatches in enumerate(minibatches * cfg.epochs_per_rollout):
+>>>>
+<<<<
+ADVANTAGE_EPS = 1e-6  # added to the standard deviation of a group
+====
+ADVANTAGE_EPS = 1e-6  # added to the standard deviation of a group
+MINIBATCHES = 4  # optimiser steps per rollout, each on a part of its rows
+>>>>
+""",
     "distillation": '''
 <<<<
         ref_model = policy if with_lora else copy.deepcopy(policy).eval().requires_grad_(False)

@@ -75,8 +75,8 @@ def before_training(rows):
             per_cent(retention(row, "before") for row in rows)]
 
 
-PENALTIES = {"off": "no KL penalty", "on": "`use_kl_penalty = True`: `kl_coef = 0.3`",
-             "adaptive": "and `kl_adaptation_method = \"target_sound\"`"}
+PENALTIES = {"off": "no KL penalty (the default)", "on": "`use_kl_penalty = True`, `kl_coef = 0.3`",
+             "adaptive": "the same with `kl_adaptation_method = \"target_sound\"`"}
 
 
 def penalty_table():
@@ -89,7 +89,7 @@ def penalty_table():
         lines.append([name, per_cent(numbers_of(of_variant, "solved_after")),
                       per_cent(numbers_of(of_variant, "others_after")),
                       f"{100 * max(numbers_of(of_variant, 'worst_fall')):.0f} points"])
-    return markdown(["after 200 steps", "solved, %", "other skills, %",
+    return markdown(["200 steps with", "solved, %", "other skills, %",
                      "largest fall of one skill"], lines)
 
 
@@ -119,7 +119,7 @@ def estimator_table():
         estimator, gradient, place = (settings[name] for name in ("kl_estimator", "kl_gradient",
                                                                   "kl_in"))
         if estimator == "exact":
-            gradient = "its own"
+            gradient = ""
         if place == "reward":
             gradient = ""
         if not settings["use_kl_penalty"]:
@@ -230,8 +230,10 @@ def console(name):
     lines = (RESULTS / f"console_{name}.txt").read_text().splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
     shown = lines[last:]
+    began = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
+    if name == "small":
+        shown = [lines[began], "...", *lines[last:last + 2]]
     if name == "off":  # ten lines: how it begins, one step, how it ends
-        began = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
         report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
         shown = [*lines[began:began + 3], "...", lines[last], lines[last + 1], "...",
                  *lines[report + 2:report + 5], "..."]
@@ -242,28 +244,28 @@ def console(name):
 # 2. Of verify_kl: what is enumerated.
 
 GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
-    ("k1, k2, k3", "k3", "reverse", "loss", "default; with any number of epochs"),
+    ("k1, k2, k3", "k3", "reverse", "loss", "the default; right for each token, in all epochs"),
     ("exact", "exact", "reverse", "loss",
-     "lowest variance; when a second pass over the vocabulary is cheap"),
-    ("k1", "k1", "as_written", "loss", "never; refused"),
+     "least noise; costs a second pass over the vocabulary"),
+    ("k1", "k1", "as_written", "loss", "never (refused)"),
     ("k2", "k2", "as_written", "loss",
      "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
     ("k1", "k1", "reverse", "loss_to_go",
-     "the same gradient as k1 in the reward, outside the PPO clip"),
-    ("k3", "k3", "reverse", "loss_to_go", "not at large drift: its tail enters the gradient"),
+     "as k1 in the reward, but PPO's clip does not cut it"),
+    ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
-     "sequence KL, one epoch; lowest variance of these"),
-    ("k2", "k2", "reverse", "loss_to_go", "never; refused"),
-    ("k1", "k1", "", "reward", "sequence KL, one epoch, as in PPO for RLHF"),
-    ("k2", "k2", "", "reward", "never; refused"),
-    ("k3", "k3", "", "reward", "never; refused"),
+     "KL of responses with the least noise, one epoch"),
+    ("k2", "k2", "reverse", "loss_to_go", "never (refused)"),
+    ("k1", "k1", "", "reward", "KL of responses, one epoch, as in PPO for RLHF"),
+    ("k2", "k2", "", "reward", "never (refused)"),
+    ("k3", "k3", "", "reward", "never (refused)"),
 ]
 GRADIENT_COLUMNS = [("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy")]
 TARGETS = {
     "reverse KL per token": "exact", "KL of whole responses": "exact", "zero": "**zero**",
     "forward KL per token": "that of KL(start ‖ policy)",
-    "minus KL(old || policy)": "**away** from old",
+    "minus KL(old || policy)": "pushes **away** from the old policy",
 }
 
 
@@ -273,14 +275,14 @@ def gradient_cell(rows):
     one_step = rows[0]["policy"] == "one step"
     if not one_step and not of_whole:
         cosine = rows[0]["median cosine to sequence KL"]
-        return "zero" if cosine in ("", "nan") else f"another; cosine {float(cosine):.2f}"
+        return "**zero**" if cosine in ("", "nan") else f"another direction (cosine {float(cosine):.2f})"
     exact = [TARGETS[row["target"]] for row in rows if row["claim"] == "exact"]
     shown = rows[0] if one_step else of_whole[0]
     if shown["claim"] == "exact":
         return "exact"
     if one_step and exact:
         return exact[0]
-    return f"off by {100 * float(shown['median relative error']):.0f} %"
+    return f"{100 * float(shown['median relative error']):.0f} % error"
 
 
 def gradient_table():
@@ -295,10 +297,10 @@ def gradient_table():
     for name, estimator, gradient, place, use in GRADIENT_ROWS:
         cells = [gradient_cell(by_setting[policy, sampled_by, estimator, gradient, place])
                  for policy, sampled_by in GRADIENT_COLUMNS]
-        shown = "its own" if estimator == "exact" else gradient
+        shown = "" if estimator == "exact" else gradient
         lines.append([name, shown, place, *cells, use])
     return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
-                     "one token, later epochs", "KL of whole responses, first epoch", "use"],
+                     "one token, later epochs", "several tokens, first epoch", "use"],
                     lines)
 
 
@@ -356,56 +358,77 @@ def length_table():
     return markdown(["KL in", "kl_coef", *columns], lines)
 
 
+def adaptive_value(experiment, rule, at):
+    """The one number of kl_adaptive.csv whose experiment and point begin with these."""
+    return next(float(row["value"]) for row in read_csv(RESULTS / "kl_adaptive.csv")
+                if row["experiment"].startswith(experiment) and row["rule"] == rule
+                and row["at"].startswith(at))
+
+
 def rule_table():
-    """Adaptive methods: as in print, what that does, what to use."""
-    rows = read_csv(RESULTS / "kl_adaptive.csv")
-
-    def value(experiment, rule, at):
-        return next(float(row["value"]) for row in rows
-                    if row["experiment"].startswith(experiment) and row["rule"] == rule
-                    and row["at"].startswith(at))
-
+    """Adaptive methods: as printed, what is wrong with that, what to use instead."""
+    value = adaptive_value
     own_length = next(float(row["mean length"]) for row in read_csv(RESULTS / "kl_length.csv")
                       if "own length" in row["KL in"])
+    left = value("beta / first", "dynamic", "step 100, median")
+    over, over_sound = (value("largest KL / target", rule, "reward gradient 0.005")
+                        for rule in ("target", "target_sound"))
+    lines = [
+        ["clip", "min(KL, `kl_clip_threshold`); default 1.0 nats",
+         "above the threshold the gradient is zero, so it spares the tokens that drifted most",
+         "`clip_sound` limits how much the gradient grows with the drift, at 5 nats"],
+        ["sigmoid", "sigmoid(KL - `kl_target`) · KL; default 0.1 nats",
+         "about half of the KL, whatever it is: the slope is "
+         f"{value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats and "
+         f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2",
+         "`sigmoid_sound` penalises nothing below the target and the full KL above it"],
+        ["length_normalized", "KL / tokens of the response",
+         "with `kl_in = \"reward\"` it makes the model write longer responses: "
+         f"from 5 to {own_length:.0f} tokens in our test",
+         "none, or `length_normalized_sound`, which divides by `max_new_tokens`"],
+        ["dynamic", "coefficient x `dynamic_beta_decay` (0.9) after each step with a mean reward "
+         "above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is `beta_min` (0)",
+         f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
+         "`kl_coef` in 100 steps",
+         "`dynamic_sound` follows an average, can rise again, and keeps a tenth of `kl_coef`"],
+        ["target", "coefficient x 1.5 above 1.5 `kl_target`, x 0.75 below half of it",
+         "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "
+         f"{over:.0f} times the target",
+         "`target_sound` takes small steps and follows an average: "
+         f"{over_sound:.1f} times in the same simulation"],
+    ]
+    return markdown(["`kl_adaptation_method`", "as printed", "what is wrong with it",
+                     "what to use instead"], lines)
+
+
+def rule_number_table():
+    """The numbers behind rule_table: each rule as printed, and its sound form."""
+    value = adaptive_value
     left = {rule: value("beta / first", rule, "step 100, median")
             for rule in ("dynamic", "dynamic_sound")}
-    over = {rule: value("largest KL / target", rule, "reward gradient 0.005")
-            for rule in ("target", "target_sound")}
-    fast = value("largest KL / target", "target_sound", "reward gradient 0.02")
+    over = {(rule, pull): value("largest KL / target", rule, f"reward gradient {pull}")
+            for rule in ("target", "target_sound") for pull in (0.005, 0.02)}
     runs = controller_rows()
-    on_tiny = ("; on the built-in model the KL is within half of the target in "
-               f"{100 * min(near for near, _ in runs):.0f} % of the second half of each run, and "
-               f"at most {max(largest for _, largest in runs):.1f} times the target")
     lines = [
-        ["clip", "min(KL, `kl_clip_threshold` 1.0)",
-         f"slope {value('slope', 'clip', 'KL 1.01'):g} past the threshold: zero gradient for the "
-         "tokens that drifted most, and the direction can even reverse (cosine down to "
-         f"{value('cosine', 'clip', 'k1, lowest'):.2f})",
-         "`clip_sound`: the log-ratio is cut at ±5 nats, the gradient stays"],
-        ["sigmoid", "sigmoid(KL - `kl_target` 0.1) · KL",
-         f"near a constant 0.5: slope {value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 and "
-         f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2 nats; "
-         f"{value('slope', 'sigmoid', 'KL -1.5'):.3f} at -1.5",
-         "`sigmoid_sound`: a softplus hinge, slope 0 below the target and 1 above"],
-        ["length_normalized", "KL / own length",
-         f"in the reward responses grow from 5 to {own_length:.0f} tokens: it creates the exploit "
-         "that it is said to prevent; in the loss it divides the penalty by the length",
-         "none, or `length_normalized_sound`: a constant divisor, `max_new_tokens`"],
-        ["dynamic", "x `dynamic_beta_decay` 0.9 where the mean reward is above `reward_threshold` "
-         "0.8; `beta_min` 0.0 after `beta_schedule_steps` 1000",
-         f"it only falls: at a true mean of 0.75, noise 0.08, {100 * left['dynamic']:.0f} % of "
-         "beta is left after 100 steps; after the schedule there is no penalty",
-         "`dynamic_sound`: averages, up as well as down, a floor of 0.1 `kl_coef`, a ceiling that "
-         f"falls slowly ({100 * left['dynamic_sound']:.0f} % left in the same test)"],
-        ["target", "x 1.5 above 1.5 `kl_target`, x 0.75 below half of it",
-         f"falls while nothing has drifted yet, then overshoots {over['target']:.0f} times "
-         "(simulated)",
-         "`target_sound`: small steps in log beta on an average, within 0.1 to 10 `kl_coef`: "
-         f"{over['target_sound']:.1f} times in the same simulation, {fast:.1f} with a reward "
-         f"gradient 4 times as large{on_tiny}"],
+        ["clip", "slope of the penalty just above the threshold",
+         f"{value('slope', 'clip', 'KL 1.01'):g}", ""],
+        ["clip", "lowest cosine between its gradient and that of the KL, k1",
+         f"{value('cosine', 'clip', 'k1, lowest'):.2f}", ""],
+        ["sigmoid", "slope at -1.5, 0 and 0.2 nats",
+         ", ".join(f"{value('slope', 'sigmoid', at):.3f}"
+                   for at in ("KL -1.5", "KL 0,", "KL 0.2")), ""],
+        ["dynamic", "share of the coefficient after 100 steps at a mean reward of 0.75, noise 0.08",
+         *(f"{100 * left[rule]:.0f} %" for rule in ("dynamic", "dynamic_sound"))],
+        ["target", "largest KL / target in a simulation",
+         *(f"{over[rule, 0.005]:.1f}" for rule in ("target", "target_sound"))],
+        ["target", "the same with a reward gradient four times as large",
+         *(f"{over[rule, 0.02]:.1f}" for rule in ("target", "target_sound"))],
+        ["target", "built-in model: steps of the second half within half of the target", "",
+         f"{100 * min(near for near, _ in runs):.0f} %"],
+        ["target", "built-in model: largest KL / target", "",
+         f"{max(largest for _, largest in runs):.1f}"],
     ]
-    return markdown(["`kl_adaptation_method`", "as in print", "what it does", "what to use"],
-                    lines)
+    return markdown(["rule", "number", "as printed", "`_sound`"], lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,7 +592,7 @@ def edit_for(card, config):
                 if used != default:
                     edit = edit | {"gpu_mem_util": used}
                 text = ", ".join(f"{name}={value!r}" for name, value in edit.items())
-                return f"`{text}`" if text else "as it is"
+                return f"`{text}`" if text else "no change"
     return "too small"
 
 
@@ -804,6 +827,7 @@ TABLES = {
     "methods": method_table, "engines": engine_table, "verdicts": verdict_table,
     "gradients": gradient_table, "values": value_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table, "rules": rule_table,
+    "rule_numbers": rule_number_table,
     "kills": kill_table, "mutants": mutants_table, "fuzz": fuzz_table,
     "speed": speed_table, "versions": version_table, "alone": alone_table, "phases": phase_table,
     "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "ranks": rank_table,

@@ -72,6 +72,11 @@ def test_answers_of_gsm8k_are_numbers():
             assert reward_of(answer, gold) == 0.1, answer
 
 
+def test_text_of_over_100_characters_is_not_read_as_a_number():
+    assert starter.pure_number("1" * 100) == (int("1" * 100), "")
+    assert starter.pure_number("1" * 101) is None
+
+
 def test_long_answer_costs_nothing():
     assert reward_of("1" * 100_000, "5") == 0.1
     assert reward_of("a" * 100_000 + " 5", "a" * 100_000 + " 5") == 1.0

@@ -308,6 +308,19 @@ def test_log_probs_that_are_not_finite_are_rejected():
         choose([wrong], A.make_model("Llama"))
 
 
+@pytest.mark.parametrize("errors", [(0.5, -0.5), (math.nan, 0.0)])
+def test_log_probs_of_the_sampler_that_are_wrong_are_rejected(errors):
+    """Errors that cancel on average, and log-probs that are not numbers."""
+    def with_errors(policy, prompts, sampling):
+        responses = starter.rollout_with_transformers(policy, prompts, sampling)
+        return [r._replace(log_probs=[x + errors[i % 2] for i, x in enumerate(r.log_probs)])
+                for r in responses]
+
+    wrong = dataclasses.replace(starter.PLAIN, rollout=with_errors)
+    with pytest.raises(starter.InputError, match="sampler's log-probs"):
+        choose([wrong], A.make_model("Llama"), max_new_tokens=8)
+
+
 def test_sampler_whose_window_ends_late_is_rejected_on_long_rows():
     """The sampler is checked on rows as long as any of the run can become, too."""
     def forgets_early_tokens(policy, prompts, sampling):
@@ -341,6 +354,17 @@ def test_choice_falls_back_with_a_line_for_the_log():
     assert lines == ["The fast path does not fit MistralForCausalLM: it has layers that do not "
                      "look back without end"]
     assert policy.config._attn_implementation == "sdpa" and not policy.training
+
+
+def test_compute_that_finds_itself_unlike_the_plain_one_is_not_chosen():
+    def refuse(*_):
+        raise starter.RunStopped("its tokens differ")
+
+    policy = A.make_model("Llama")
+    first = dataclasses.replace(starter.PLAIN, name="first", check_against_plain=refuse)
+    compute, lines = choose([first, starter.PLAIN], policy)
+    assert compute is starter.PLAIN
+    assert lines == ["The first path does not fit LlamaForCausalLM: its tokens differ"]
 
 
 def test_error_in_the_code_of_a_model_is_a_reason_and_no_traceback():

@@ -2,6 +2,7 @@
 
 The formulas are written out below as loops over numbers, in float64.
 """
+import copy
 import importlib.util
 import math
 import subprocess
@@ -223,6 +224,56 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path)
     assert sum(plain.values()) >= 1.5 and sum(found.values()) <= sum(plain.values()) / 2
     again = module.main(**given)
     assert scalars(again["run_folder"])["train/frac_zero_std"] == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_minibatches_each_have_the_gradient_of_loops(epochs, checkpoint, tmp_path, monkeypatch):
+    """Four optimiser steps on each pass over a rollout, with the mean over a quarter's tokens: n
+    times its part of the whole step's mean. Later quarters clip against the sampler's log-probs."""
+    module = load("minibatches", tmp_path)
+    of_each = []  # (old log-probs were given, responses, response tokens, error of the gradient)
+
+    def step(policy, rows, cfg, *args):
+        result = starter_step(policy, rows, cfg, *args)
+        found = [parameter.grad.double() for parameter in policy.parameters()]
+        twin = copy.deepcopy(policy).double()
+        twin.zero_grad()
+        total = 0.0
+        for i, length in enumerate(module.row_lengths(rows).tolist()):
+            log_probs = twin(rows["input_ids"][i:i + 1, :length]).logits[0].log_softmax(-1)
+            for t in range(length):
+                if rows["response_mask"][i, t]:
+                    now = log_probs[t, rows["labels"][i, t]]
+                    old = rows["old_log_probs"][i, t] if "old_log_probs" in rows else now.detach()
+                    sampler = rows["rollout_log_probs"][i, t]
+                    ratio = torch.exp(now - old)
+                    advantage = rows["advantages"][i, 0] * torch.exp(old - sampler).clamp(max=2)
+                    total = total - torch.minimum(ratio * advantage,
+                                                  ratio.clamp(0.8, 1.2) * advantage)
+        (total * 4 / n_tokens).backward()
+        wanted = [parameter.grad for parameter in twin.parameters()]
+        scale = max(x.abs().max() for x in wanted)
+        error = max((x - y).abs().max() for x, y in zip(found, wanted)) / scale
+        of_each.append(("old_log_probs" in rows, len(rows["labels"]),
+                        int(rows["response_mask"].sum()), error.item()))
+        return result
+
+    def weights(mask, *args):
+        nonlocal n_tokens
+        n_tokens = int(mask.sum())
+        return starter_weights(mask, *args)
+
+    n_tokens = None
+    starter_step, starter_weights = module.grpo_microbatch_step, module.token_weights
+    monkeypatch.setattr(module, "grpo_microbatch_step", step)
+    monkeypatch.setattr(module, "token_weights", weights)
+    module.main(**settings(checkpoint, tmp_path / "runs", n_train_steps=1, learning_rate=1e-2,
+                           epochs_per_rollout=epochs, max_tokens_per_microbatch=10_000))
+    assert [given for given, *_ in of_each] == [False, True, True, True, *[True] * 4][:4 * epochs]
+    assert sum(rows for _, rows, *_ in of_each) == 16 * epochs
+    assert sum(tokens for _, _, tokens, _ in of_each) == n_tokens * epochs
+    assert max(error for *_, error in of_each) < 1e-4
 
 
 @pytest.mark.slow
