@@ -324,16 +324,21 @@ def load_problems(cfg, model_folder):
     return Problems(*found, skills)
 
 
+@functools.lru_cache(maxsize=2)
+def order_of_epoch(n, seed, epoch):
+    """Returns the indices of n problems in the order in which an epoch takes them."""
+    return random.Random(f"{seed} {epoch}").sample(range(n), n)
+
+
 def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step. The list is reshuffled each epoch. The result depends
     only on step (from 0) and seed, so that a resumed run sees the same problems."""
     first_epoch, start = divmod(step * n, len(problems))
     last_epoch = ((step + 1) * n - 1) // len(problems)
-    in_order = []
+    order = []
     for epoch in range(first_epoch, last_epoch + 1):
-        shuffle = random.Random(f"{seed} {epoch}")
-        in_order += shuffle.sample(problems, len(problems))
-    return in_order[start:start + n]
+        order += order_of_epoch(len(problems), seed, epoch)
+    return [problems[i] for i in order[start:start + n]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,6 +478,12 @@ def prompt_ids_of(problems, tokenizer, enable_thinking=False):
              for prompt in prompts]
     return tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, enable_thinking=enable_thinking, return_dict=False)
+
+
+def with_prompt_ids(problems, tokenizer, enable_thinking=False):
+    """Returns the problems, each with the token ids of its prompt under "prompt_ids"."""
+    ids = prompt_ids_of(problems, tokenizer, enable_thinking) if problems else []
+    return [problem | {"prompt_ids": prompt_ids} for problem, prompt_ids in zip(problems, ids)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1630,7 +1641,7 @@ def evaluate(policy, llm, tokenizer, problems, cfg, parts):
     if llm is not None:
         load_policy_into_vllm_instance(policy, llm, parts.ranks.weights)
     sampling = sampling_for(cfg, "evaluate", temperature=cfg.eval_temperature)
-    prompts = prompt_ids_of(problems.held_out + problems.skills, tokenizer, cfg.enable_thinking)
+    prompts = [problem["prompt_ids"] for problem in problems.held_out + problems.skills]
     responses = rollout(policy, llm, prompts, sampling, parts)
     n = len(problems.held_out)
     texts, rewards, reward_means = score(responses[:n], problems.held_out, tokenizer, cfg.reward,
@@ -1822,27 +1833,27 @@ def find_model(model_id):
 def fit_to_context(problems, policy, tokenizer, cfg):
     """Leaves out the problems whose prompt and response do not fit into the model.
 
-    Returns the Problems, the token ids of their prompts, and lines for the log. Raises InputError
+    Returns the Problems, each with its "prompt_ids", and lines for the log. Raises InputError
     where more than half would go.
     """
     config = policy.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
-    kept, prompts, lines = [], [], []
+    kept, lines = [], []
     for kind, some in zip(("training", "held-out", "other"), problems):
-        ids = prompt_ids_of(some, tokenizer, cfg.enable_thinking) if some else []
-        fits = [len(prompt_ids) + cfg.max_new_tokens <= context for prompt_ids in ids]
+        some = with_prompt_ids(some, tokenizer, cfg.enable_thinking)
+        fits = [len(problem["prompt_ids"]) + cfg.max_new_tokens <= context for problem in some]
         sentence = (f"{fits.count(False)} of {len(some)} {kind} prompts do not fit, with "
                     f"max_new_tokens = {cfg.max_new_tokens}, into the {context} tokens that the "
                     "model reads")
         if sum(fits) < len(some) / 2:
-            room = context - sorted(map(len, ids))[len(ids) // 2]
+            lengths = sorted(len(problem["prompt_ids"]) for problem in some)
+            room = context - lengths[len(lengths) // 2]
             remedy = f"use {room} or fewer" if room > 0 else "shorten the prompts"
             raise InputError(f"{sentence}; {remedy}")
         if not all(fits):
             lines.append(f"{sentence}; they are left out")
         kept.append([problem for problem, fit in zip(some, fits) if fit])
-        prompts += [prompt_ids for prompt_ids, fit in zip(ids, fits) if fit]
-    return Problems(*kept), prompts, lines
+    return Problems(*kept), lines
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2282,7 +2293,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                 with timed(seconds, "sync"):
                     load_policy_into_vllm_instance(policy, llm, ranks.weights)
             asked = problems_of_step(problems.train, step - 1, prompts_per_step, cfg.seed)
-            prompts = prompt_ids_of(asked, tokenizer, cfg.enable_thinking)
+            prompts = [problem["prompt_ids"] for problem in asked]
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompts,
                                     sampling_for(cfg, step, cfg.group_size), parts)
@@ -2509,7 +2520,8 @@ def main(
     policy, tokenizer = init_policy(model_folder, cfg.device)
     run.check_model(policy, tokenizer)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
-    problems, prompts, lines = fit_to_context(problems, policy, tokenizer, cfg)
+    problems, lines = fit_to_context(problems, policy, tokenizer, cfg)
+    prompts = [problem["prompt_ids"] for some in problems for problem in some]
     longest = max(map(len, prompts)) + cfg.max_new_tokens
     choose_attention(policy, longest)
     if cfg.lora_rank:
@@ -2668,8 +2680,9 @@ def test_advantages_are_those_of_grpo():
     torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, 0.0]), rtol=0, atol=1e-5)
 
 
-def gradient_of_a_step(max_tokens, loss_average, kl):
-    """The gradient of one step on a small random model, cut into microbatches of max_tokens."""
+@functools.lru_cache
+def small_random_models():
+    """Returns a policy of a few thousand random weights, and a reference that differs from it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -2678,6 +2691,13 @@ def gradient_of_a_step(max_tokens, loss_average, kl):
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)).eval()
         ref_model = copy.deepcopy(policy).requires_grad_(False)
         ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)
+    return policy, ref_model
+
+
+def gradient_of_a_step(max_tokens, loss_average, kl):
+    """The gradient of one step on a small random model, cut into microbatches of max_tokens."""
+    policy, ref_model = small_random_models()
+    policy.zero_grad()
     responses = [Response(list(range(n % 5 + 1)), [(5 * n + i * i) % 32 for i in range(n)],
                           [-3.4] * n, True) for n in (1, 9, 4, 6, 7, 2, 8, 3)]
     batch = make_batch(responses, torch.linspace(-1, 1, 8), "cpu")

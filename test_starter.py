@@ -1549,6 +1549,7 @@ def test_evaluation_matches_hand_computed_values(monkeypatch):
     held_out = [{"prompt": f"task {i}", "answer": "5"} for i in range(4)]
     skills = [{"prompt": prompt, "answer": prompt[-1], "skill": prompt[:-2]}
               for prompt in ("sort 1", "max 1", "sort 2")]
+    held_out, skills = (starter.with_prompt_ids(some, tokenizer) for some in (held_out, skills))
     asked = []
 
     def rollout(policy, llm, prompts, sampling, parts):

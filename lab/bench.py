@@ -18,6 +18,9 @@
                                             each -> bench_scaling.csv
     python -m lab.bench --start             from `python starter.py` to its first finished step
                                             -> bench_start.csv
+    python -m lab.bench --whole --against PATH
+                                            the default run, in turns with that of another worktree
+                                            -> bench_whole.csv
     python -m lab.bench --neighbours        a step beside busy processes -> bench_neighbours.csv
     python -m lab.bench --card              everything on this GPU (on a CPU: a small rehearsal)
                                             -> bench_card.csv
@@ -198,7 +201,7 @@ class Ours:
         self.run = one_step_run(starter.Run if plain else runs.GuardedRun)(self.cfg, ranks)
         self.parts = starter.Parts(compute, ranks, self.run)
         train, _ = starter.TASKS[self.cfg.task](self.cfg)
-        self.problems = starter.Problems(train, [], [])
+        self.problems = starter.Problems(starter.with_prompt_ids(train, self.tokenizer), [], [])
 
     def step(self):
         """Does one more step. Returns {tag: value} of what it logged."""
@@ -473,7 +476,7 @@ def rollout_and_batch(ours):
     cfg = ours.cfg
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     asked = starter.problems_of_step(ours.problems.train, 0, n_prompts, 0)
-    prompts = starter.prompt_ids_of(asked, ours.tokenizer)
+    prompts = [problem["prompt_ids"] for problem in asked]
     sampling = starter.sampling_for(cfg, 1, cfg.group_size)
     responses = starter.rollout(ours.policy, None, prompts, sampling, ours.parts)
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)),
@@ -884,6 +887,43 @@ def start_to_first_step(n_runs=5):
     return rows
 
 
+def timed_run(folder, arguments):
+    """Runs `python starter.py` in a working tree. Returns seconds: of the whole process, until the
+    first evaluation has ended, of the steps as each prints them, of the evaluations between, and
+    from the last step to the end."""
+    with tempfile.TemporaryDirectory() as out_dir:
+        environment = {name: value for name, value in os.environ.items()
+                       if name != "GOMP_SPINCOUNT"}  # starter.py's own
+        begin = time.time()
+        process = subprocess.Popen([sys.executable, "starter.py", *arguments, "--out_dir", out_dir],
+                                   cwd=folder, stdout=subprocess.PIPE, text=True, env=environment)
+        lines = [(time.time() - begin, line) for line in process.stdout]
+        if process.wait():
+            raise RuntimeError("".join(line for _, line in lines[-5:]))
+        whole = time.time() - begin
+    first = next(at for at, line in lines if line.startswith("Eval at step 0"))
+    steps = [(at, line) for at, line in lines if line.startswith("Step ")]
+    training = sum(float(re.search(r"([\d.]+) s( \||$)", line).group(1)) for _, line in steps)
+    last = steps[-1][0]
+    return {"whole_s": whole, "to_first_evaluation_s": first, "training_s": training,
+            "evaluations_between_s": last - first - training, "after_last_step_s": whole - last}
+
+
+def whole_runs(worktree, rounds, kl_penalty):
+    """Returns rows: the default run of this working tree and of another, in turns."""
+    arguments = ["--use_kl_penalty", "True"] if kl_penalty else []
+    rows = []
+    for i in range(rounds):
+        codes = [("before", worktree), ("after", REPOSITORY)]
+        for code, folder in codes if i % 2 == 0 else codes[::-1]:
+            seconds = timed_run(folder, [*arguments, "--seed", str(i)])
+            rows.append({"code": code, "of_commit": commit_of(folder), "seed": i,
+                         "kl_penalty": "on" if kl_penalty else "off"}
+                        | {name: f"{value:.2f}" for name, value in seconds.items()})
+            print(rows[-1], flush=True)
+    return rows
+
+
 # --------------------------------------------------------------------------------------------------
 # 9. A GPU.
 
@@ -1019,6 +1059,8 @@ def measure(arguments):
         return append("start", start_to_first_step())
     if arguments.card:
         return append("card", card(arguments.model))
+    if arguments.whole:
+        return append("whole", whole_runs(arguments.against.resolve(), arguments.steps, kl_penalty))
     rows = []
     for size in arguments.sizes:
         if arguments.phases:
@@ -1043,9 +1085,9 @@ def main():
     parser.add_argument("--steps", "--rounds", dest="steps", type=int, default=10)
     parser.add_argument("--model", help="a folder with SmolLM2, with --card")
     parser.add_argument("--lora", type=int, default=0, help="rank, with --memory")
-    parser.add_argument("--against", type=Path, help="a worktree of commit 8070d16")
+    parser.add_argument("--against", type=Path, help="a worktree of other code")
     for part in ("alone", "phases", "growth", "figure", "memory", "learning", "scaling", "start",
-                 "neighbours", "card"):
+                 "neighbours", "card", "whole"):
         parser.add_argument(f"--{part}", action="store_true")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -48,7 +48,7 @@ class Track:
     def __init__(self, cfg, tokenizer, held_out):
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self.problems = starter.Problems([], held_out, [])
+        self.problems = starter.Problems([], starter.with_prompt_ids(held_out, tokenizer), [])
         self.parts = starter.Parts(bench.fast.COMPUTE, starter.OneProcess(),
                                    bench.one_step_run(starter.Run)(cfg, starter.OneProcess()))
         self.seconds = 0.0

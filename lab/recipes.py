@@ -111,7 +111,7 @@ RECIPES = {
     "dynamic_sampling": """
 <<<<
             asked = problems_of_step(problems.train, step - 1, prompts_per_step, cfg.seed)
-            prompts = prompt_ids_of(asked, tokenizer, cfg.enable_thinking)
+            prompts = [problem["prompt_ids"] for problem in asked]
             with timed(seconds, "rollout"):
                 responses = rollout(policy, llm, prompts,
                                     sampling_for(cfg, step, cfg.group_size), parts)
@@ -124,7 +124,7 @@ RECIPES = {
                     break
                 drawn = problems_of_step(problems.train, 3 * (step - 1) + draw, prompts_per_step,
                                          cfg.seed)
-                prompts = prompt_ids_of(drawn, tokenizer, cfg.enable_thinking)
+                prompts = [problem["prompt_ids"] for problem in drawn]
                 with timed(seconds, "rollout"):
                     sampled = rollout(policy, llm, prompts, sampling_for(
                         cfg, f"{step} {draw}", cfg.group_size), parts)

@@ -236,7 +236,7 @@ def console(name):
     if name == "off":  # ten lines: how it begins, one step, how it ends
         report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
         shown = [*lines[began:began + 3], "...", lines[last], lines[last + 1], "...",
-                 *lines[report + 2:report + 5], "..."]
+                 *lines[report + 2:report + 5]]
     return "\n".join(["```text", *shown, "```"])
 
 
@@ -275,7 +275,9 @@ def gradient_cell(rows):
     one_step = rows[0]["policy"] == "one step"
     if not one_step and not of_whole:
         cosine = rows[0]["median cosine to sequence KL"]
-        return "**zero**" if cosine in ("", "nan") else f"another direction (cosine {float(cosine):.2f})"
+        if cosine in ("", "nan"):
+            return "**zero**"
+        return f"another direction (cosine {float(cosine):.2f})"
     exact = [TARGETS[row["target"]] for row in rows if row["claim"] == "exact"]
     shown = rows[0] if one_step else of_whole[0]
     if shown["claim"] == "exact":

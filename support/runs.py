@@ -523,12 +523,18 @@ def wilson_interval(share, n):
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
+def as_given(problems):
+    """The problems as they were read, without the token ids of their prompts."""
+    return [{name: value for name, value in problem.items() if name != "prompt_ids"}
+            for problem in problems]
+
+
 @torch.no_grad()
-def measure_kl(policy, start_model, llm, tokenizer, problems, cfg, parts):
+def measure_kl(policy, start_model, llm, problems, cfg, parts):
     """Samples a response to each problem. Returns (3, N): the exact KL(policy || start_model) at
     each token in nats, the token's place in its response, and its id."""
     sampling = starter.sampling_for(cfg, "measure_kl")
-    prompts = starter.prompt_ids_of(problems, tokenizer)
+    prompts = [problem["prompt_ids"] for problem in problems]
     responses = starter.rollout(policy, llm, prompts, sampling, parts)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
     compute = parts.compute
@@ -786,7 +792,8 @@ class GuardedRun(starter.Run):
         if self.state.get("start", start) != start:
             raise InputError(f"model_id = {str(self.cfg.model_id)!r} holds other weights than "
                              "those that the run began with; put these back, or use resume = False")
-        known = json.dumps([problems.train, problems.held_out], default=str).encode()
+        known = json.dumps([as_given(problems.train), as_given(problems.held_out)],
+                           default=str).encode()
         known = hashlib.sha256(known).hexdigest()
         if self.state.get("problems", known) != known:
             raise InputError(f"the problems are not those that {self.folder} began with; put their "
@@ -802,7 +809,7 @@ class GuardedRun(starter.Run):
             raise InputError(f"reward returned {value} on the text '<answer>1</answer>'; it must "
                              "return one finite number for every text")
         if ref_model is not None:
-            prompts = starter.prompt_ids_of(problems.train[:2], tokenizer)
+            prompts = [problem["prompt_ids"] for problem in problems.train[:2]]
             vocabulary = policy.config.get_text_config().vocab_size
             responses = starter.responses_for_check(prompts, min(self.cfg.max_new_tokens, 16),
                                                     vocabulary)
@@ -945,7 +952,7 @@ class GuardedRun(starter.Run):
             start = starter.find_model(self.cfg.model_id)
             ref_model, _ = starter.init_policy(start, self.cfg.device)
             parts.compute.prepare(ref_model)
-        kl = measure_kl(policy, ref_model, llm, tokenizer, problems.held_out, self.cfg, parts)
+        kl = measure_kl(policy, ref_model, llm, problems.held_out, self.cfg, parts)
         n = len(problems.held_out)
         result |= {"kl_per_token": kl[0].mean().item(), "kl_per_sequence": kl[0].sum().item() / n}
         if self.ranks.rank == 0:
@@ -956,7 +963,7 @@ class GuardedRun(starter.Run):
                  f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
                  f"{result['kl_per_sequence']:.2f} nats per response")
         if self.ranks.rank == 0 and problems.skills:  # for whoever trains the model further
-            lines = [json.dumps(problem) + "\n" for problem in problems.skills]
+            lines = [json.dumps(problem) + "\n" for problem in as_given(problems.skills)]
             (self.folder / "model" / "retention.jsonl").write_text("".join(lines), "utf-8")
         self.log_hparams(result)
         text += "\n" + pictures.draw(self, kl, tokenizer)

@@ -146,8 +146,9 @@ def what_it_can_do(model, tokenizer, skills, seed):
     run = SimpleNamespace(reward_of=starter.reward_of)
     parts = starter.Parts(fast.COMPUTE, starter.OneProcess(), run)
     fast.prepare(model)
+    held_out, skills = (starter.with_prompt_ids(some, tokenizer) for some in (countdown, skills))
     metrics, _ = starter.evaluate(model.eval(), None, tokenizer,
-                                  starter.Problems([], countdown, skills), cfg, parts)
+                                  starter.Problems([], held_out, skills), cfg, parts)
     return metrics
 
 

@@ -120,9 +120,10 @@ def test_data_of_the_readme_is_learnt_by_the_built_in_model(tmp_path, monkeypatc
 
 
 def test_commands_of_the_readme_name_parameters_of_main():
-    shown = "".join(blocks("bash")) + (REPOSITORY / "README_KL.md").read_text("utf-8")
-    names = set(re.findall(r" --(\w+) ", shown)) - {"logdir"}
-    assert len(names) > 4 and names <= set(inspect.signature(starter.main).parameters)
+    shown = "".join((REPOSITORY / page).read_text("utf-8") for page in ("README.md",
+                                                                        "README_KL.md"))
+    names = set(re.findall(r"[ `]--(\w+)[ `]", shown)) - {"logdir", "name", "help", "full"}
+    assert len(names) > 5 and names <= set(inspect.signature(starter.main).parameters)
 
 
 def test_front_page_and_kl_guide_are_short():

@@ -267,7 +267,7 @@ def test_dataset_without_the_library_is_refused(monkeypatch):
 # Prompts and the model's context
 
 def fitted(lengths_of_train, lengths_of_held_out, context=20, max_new_tokens=8):
-    """fit_to_context with prompts of these many tokens: their problems, ids and lines."""
+    """fit_to_context with prompts of these many tokens: their problems and lines."""
     problems = starter.Problems(
         *([{"prompt": "a" * n, "answer": ""} for n in lengths]
           for lengths in (lengths_of_train, lengths_of_held_out)), [])
@@ -280,12 +280,13 @@ def fitted(lengths_of_train, lengths_of_held_out, context=20, max_new_tokens=8):
 
 
 def test_prompts_too_long_for_the_model_are_counted_and_left_out():
-    problems, prompts, lines = fitted([5, 12, 13, 3], [12, 12])
-    assert [len(p["prompt"]) for p in problems.train] == [5, 12, 3]
-    assert list(map(len, prompts)) == [5, 12, 3, 12, 12]
+    problems, lines = fitted([5, 12, 13, 3], [12, 12])
+    for kind, lengths in zip(problems, ([5, 12, 3], [12, 12], [])):
+        assert [len(problem["prompt"]) for problem in kind] == lengths
+        assert [problem["prompt_ids"] for problem in kind] == [[1] * n for n in lengths]
     assert lines == ["1 of 4 training prompts do not fit, with max_new_tokens = 8, into the 20 "
                      "tokens that the model reads; they are left out"]
-    assert fitted([12], [12])[2] == [] and fitted([99], [99], context=None)[2] == []
+    assert fitted([12], [12])[1] == [] and fitted([99], [99], context=None)[1] == []
 
 
 def test_run_is_refused_where_more_than_half_of_the_prompts_are_too_long():
