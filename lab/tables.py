@@ -90,7 +90,7 @@ def penalty_table():
                       per_cent(numbers_of(of_variant, "others_after")),
                       f"{100 * max(numbers_of(of_variant, 'worst_fall')):.0f} points"])
     return markdown(["200 steps with", "solved, %", "other skills, %",
-                     "largest fall of one skill"], lines)
+                     "largest fall of a skill, any seed"], lines)
 
 
 def coefficient_table():
@@ -244,7 +244,7 @@ def console(name):
 # 2. Of verify_kl: what is enumerated.
 
 GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
-    ("k1, k2, k3", "k3", "reverse", "loss", "the default; right for each token, in all epochs"),
+    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for single tokens in all epochs"),
     ("exact", "exact", "reverse", "loss",
      "least noise; costs a second pass over the vocabulary"),
     ("k1", "k1", "as_written", "loss", "never (refused)"),
@@ -255,16 +255,17 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "as k1 in the reward, but PPO's clip does not cut it"),
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
-     "KL of responses with the least noise, one epoch"),
+     "for the KL of whole responses, one epoch; least noise"),
     ("k2", "k2", "reverse", "loss_to_go", "never (refused)"),
-    ("k1", "k1", "", "reward", "KL of responses, one epoch, as in PPO for RLHF"),
+    ("k1", "k1", "", "reward", "for the KL of whole responses, one epoch; as in PPO for RLHF"),
     ("k2", "k2", "", "reward", "never (refused)"),
     ("k3", "k3", "", "reward", "never (refused)"),
 ]
-GRADIENT_COLUMNS = [("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy")]
+GRADIENT_COLUMNS = [("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy"),
+                    ("3 steps, shared", "old")]
 TARGETS = {
     "reverse KL per token": "exact", "KL of whole responses": "exact", "zero": "**zero**",
-    "forward KL per token": "that of KL(start ‖ policy)",
+    "forward KL per token": "gradient of KL(reference ‖ policy)",
     "minus KL(old || policy)": "pushes **away** from the old policy",
 }
 
@@ -299,10 +300,11 @@ def gradient_table():
     for name, estimator, gradient, place, use in GRADIENT_ROWS:
         cells = [gradient_cell(by_setting[policy, sampled_by, estimator, gradient, place])
                  for policy, sampled_by in GRADIENT_COLUMNS]
-        shown = "" if estimator == "exact" else gradient
+        shown = "any" if estimator == "exact" or place == "reward" else gradient
         lines.append([name, shown, place, *cells, use])
     return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
-                     "one token, later epochs", "several tokens, first epoch", "use"],
+                     "one token, later epochs", "several tokens, first epoch",
+                     "several tokens, later epochs", "use"],
                     lines)
 
 
@@ -378,9 +380,9 @@ def rule_table():
     lines = [
         ["clip", "min(KL, `kl_clip_threshold`); default 1.0 nats",
          "above the threshold the gradient is zero, so it spares the tokens that drifted most",
-         "`clip_sound` limits how much the gradient grows with the drift, at 5 nats"],
+         "`clip_sound`: the gradient stops growing where a token's log-ratio passes 5 nats"],
         ["sigmoid", "sigmoid(KL - `kl_target`) · KL; default 0.1 nats",
-         "about half of the KL, whatever it is: the slope is "
+         "near the target it is about half of the KL, below as well as above: the slope is "
          f"{value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats and "
          f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2",
          "`sigmoid_sound` penalises nothing below the target and the full KL above it"],
@@ -388,12 +390,13 @@ def rule_table():
          "with `kl_in = \"reward\"` it makes the model write longer responses: "
          f"from 5 to {own_length:.0f} tokens in our test",
          "none, or `length_normalized_sound`, which divides by `max_new_tokens`"],
-        ["dynamic", "coefficient x `dynamic_beta_decay` (0.9) after each step with a mean reward "
-         "above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is `beta_min` (0)",
+        ["dynamic", "the coefficient times `dynamic_beta_decay` (0.9) after each step with a mean "
+         "reward above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is `beta_min` (0)",
          f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
          "`kl_coef` in 100 steps",
          "`dynamic_sound` follows an average, can rise again, and keeps a tenth of `kl_coef`"],
-        ["target", "coefficient x 1.5 above 1.5 `kl_target`, x 0.75 below half of it",
+        ["target", "the coefficient times 1.5 if KL > 1.5 · `kl_target`, times 0.75 if KL < 0.5 · "
+         "`kl_target`",
          "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "
          f"{over:.0f} times the target",
          "`target_sound` takes small steps and follows an average: "
