@@ -391,7 +391,8 @@ def rule_table():
          f"from 5 to {own_length:.0f} tokens in our test",
          "none, or `length_normalized_sound`, which divides by `max_new_tokens`"],
         ["dynamic", "the coefficient times `dynamic_beta_decay` (0.9) after each step with a mean "
-         "reward above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is `beta_min` (0)",
+         "reward above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is "
+         "`beta_min` (0)",
          f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
          "`kl_coef` in 100 steps",
          "`dynamic_sound` follows an average, can rise again, and keeps a tenth of `kl_coef`"],
