@@ -1,7 +1,9 @@
-"""Time to a solved rate: starter.py beside TRL 1.16, on the built-in model.
+"""Time to a solved rate: starter.py beside TRL 1.16.
 
-    python -m lab.race              the seeds that results/race.csv does not hold yet (eight;
-                                    about four minutes a seed on two quiet cores)
+    python -m lab.race              on the built-in model: the seeds that results/race.csv does not
+                                    hold yet (eight; about four minutes a seed on two quiet cores)
+    python -m lab.race --small      on SmolLM2's addition -> results/race_small.csv (two seeds, some
+                                    twenty minutes each; lab.real_model makes the model)
     python -m lab.race --table      prints the ratios
     python -m lab.race --figure     draws figures/race.png
 
@@ -20,6 +22,7 @@ import starter  # first: it sets variables that torch reads when it is imported
 
 import argparse
 import csv
+import inspect
 import json
 import random
 import statistics
@@ -28,17 +31,26 @@ import sys
 import tempfile
 import time
 import warnings
+from typing import Callable, NamedTuple
 
 import torch
 
-from lab import bench
+from lab import bench, real_model
 
-RESULTS = bench.RESULTS / "race.csv"
-SEEDS = range(8)
-STEPS = 200
+class Contest(NamedTuple):
+    name: str  # of the csv file
+    preset: dict  # of starter.py
+    model: Callable  # () -> its folder
+    seeds: range
+    goals: tuple
+    trl_rows: tuple  # at once, of which the quickest is taken
+
+
+TINY = Contest("race", starter.TINY, lambda: starter.find_model("tiny"), range(8),
+               (0.70, 0.75, 0.80), (256, 128, 64))
+SMALL = Contest("race_small", starter.SMALL, lambda: real_model.model_folder(real_model.CACHE),
+                range(2), (0.50, 0.60, 0.70), (128, 64, 32))
 EVALUATE_EVERY = 5
-GOALS = (0.70, 0.75, 0.80)
-TRL_ROWS = (256, 128, 64)  # at once, of which the quickest is taken
 COLUMNS = ["side", "seed", "step", "seconds", "solved", "rows_at_once", "commit", "machine"]
 
 
@@ -65,22 +77,21 @@ class Track:
             self.note(step, policy)
 
 
-def configuration(seed):
-    """main()'s settings for the built-in model."""
-    tiny = starter.TINY
-    return bench.configuration(
-        starter.find_model("tiny"), tiny["max_new_tokens"], True, False, seed=seed,
-        reward=starter.reward_fn, learning_rate=tiny["learning_rate"],
-        rollout_batch_size=tiny["rollout_batch_size"], n_train_steps=STEPS)
+def settings_of(contest, seed):
+    """What the preset changes in main()'s settings, and the seed."""
+    parameters = inspect.signature(starter.main).parameters
+    preset = {name: parameters[name].default for name in (
+        "rollout_batch_size", "max_tokens_per_microbatch")} | contest.preset
+    del preset["model_id"], preset["max_new_tokens"]
+    return preset | {"seed": seed, "reward": starter.reward_fn}
 
 
-def run_ours(seed, steps):
-    cfg = configuration(seed)
-    changes = {name: getattr(cfg, name) for name in (
-        "seed", "reward", "learning_rate", "rollout_batch_size", "n_train_steps")}
-    ours = bench.Ours(cfg.model_id, cfg.max_new_tokens, True, False, **changes)
+def run_ours(contest, seed, steps):
+    ours = bench.Ours(contest.model(), contest.preset["max_new_tokens"], True, False,
+                      **settings_of(contest, seed))
+    cfg = ours.cfg
     _, held_out = starter.TASKS[cfg.task](cfg)
-    track = Track(ours.cfg, ours.tokenizer, held_out)
+    track = Track(cfg, ours.tokenizer, held_out)
     track.note(0, ours.policy)
     for step in range(1, steps + 1):
         start = time.perf_counter()
@@ -100,9 +111,8 @@ def trl_trainer(cfg, rows, steps, callback):
                                              tokenize=False, add_generation_prompt=True)
                for problem in problems]
 
-    def reward(prompts, completions, numbers, target, **kwargs):
-        return [starter.reward_fn(text, {"numbers": numbers[i], "target": target[i]})
-                for i, text in enumerate(completions)]
+    def reward(prompts, completions, number, **kwargs):
+        return [cfg.reward(text, problems[i]) for i, text in zip(number, completions)]
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=True, seed=cfg.seed,
@@ -115,9 +125,7 @@ def trl_trainer(cfg, rows, steps, callback):
         scale_rewards="group", temperature=cfg.temperature, gradient_checkpointing=False,
         logging_steps=10**6, save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False)
-    data = Dataset.from_dict({"prompt": prompts,
-                              "numbers": [problem["numbers"] for problem in problems],
-                              "target": [problem["target"] for problem in problems]})
+    data = Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))})
     model = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32)
     return GRPOTrainer(model=model, args=config, processing_class=tokenizer, reward_funcs=reward,
                        train_dataset=data, callbacks=[callback])
@@ -137,10 +145,11 @@ def clock(each_step):
     return Clock()
 
 
-def run_trl(seed, steps):
-    cfg = configuration(seed)
+def run_trl(contest, seed, steps):
+    cfg = bench.configuration(contest.model(), contest.preset["max_new_tokens"], True, False,
+                              **settings_of(contest, seed))
     quickest = {}
-    for rows in TRL_ROWS:  # the first of four steps is not counted
+    for rows in contest.trl_rows:  # the first of four steps is not counted
         times = []
         trl_trainer(cfg, rows, 4, clock(lambda step, seconds, model: times.append(seconds))).train()
         quickest[rows] = min(times[1:])
@@ -157,10 +166,10 @@ def run_trl(seed, steps):
 SIDES = {"starter.py": run_ours, "TRL": run_trl}
 
 
-def run_in_process(side, seed, steps):
+def run_in_process(contest, side, seed, steps):
     """Returns the rows of one run, made by a process of its own."""
     command = [sys.executable, "-m", "lab.race", "--child", side, "--seeds", str(seed),
-               "--steps", str(steps)]
+               "--steps", str(steps), *(["--small"] if contest is SMALL else [])]
     done = subprocess.run(command, cwd=bench.REPOSITORY, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
@@ -174,11 +183,15 @@ def run_in_process(side, seed, steps):
 # --------------------------------------------------------------------------------------------------
 # Reading the rows
 
-def read_runs():
+def results_of(contest):
+    return bench.RESULTS / f"{contest.name}.csv"
+
+
+def read_runs(contest):
     """{(side, seed): [(step, seconds, solved)]}"""
     runs = {}
-    if RESULTS.is_file():
-        with open(RESULTS, newline="") as file:
+    if results_of(contest).is_file():
+        with open(results_of(contest), newline="") as file:
             for row in csv.DictReader(file):
                 runs.setdefault((row["side"], int(row["seed"])), []).append(
                     (int(row["step"]), float(row["seconds"]), float(row["solved"])))
@@ -209,14 +222,14 @@ def pairs_of(runs):
             for side, seed in sorted(runs) if side == "starter.py" and ("TRL", seed) in runs]
 
 
-def race_table():
+def race_table(contest):
     """One line for each goal, and for all steps."""
     from lab.tables import markdown
-    pairs = pairs_of(read_runs())
+    pairs = pairs_of(read_runs(contest))
     lines = []
     if not pairs:
         return markdown(["goal"], lines)
-    for goal in (*GOALS, None):
+    for goal in (*contest.goals, None):
         times = [[time_to(points, goal) if goal else points[-1][1] for points in pair]
                  for pair in pairs]
         both = [(ours, trl) for ours, trl in times if ours is not None and trl is not None]
@@ -234,10 +247,10 @@ def race_table():
                      "90 % interval", "not reached by starter.py and TRL"], lines)
 
 
-def final_table():
+def final_table(contest):
     """Solved at the end: mean of the last three evaluations, over the seeds."""
     from lab.tables import markdown
-    pairs = pairs_of(read_runs())
+    pairs = pairs_of(read_runs(contest))
     lines = []
     for side, name in ((0, "starter.py"), (1, "TRL 1.16")):
         ends = [smoothed(pair[side])[-1][1] for pair in pairs]
@@ -253,18 +266,22 @@ def draw():
     import matplotlib
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
-    figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    labelled = set()
-    for (side, _), points in sorted(read_runs().items()):
-        seconds, solved = zip(*smoothed(points))
-        axis.plot(seconds, [100 * share for share in solved],
-                  color="C0" if side == "starter.py" else "C1", alpha=0.7, linewidth=1.1,
-                  label=None if side in labelled else side)
-        labelled.add(side)
-    for goal in GOALS:
-        axis.axhline(100 * goal, color="0.8", linewidth=0.8, zorder=0)
-    axis.set(xlabel="seconds of rollout, reward and update", ylabel="solved, %")
-    axis.legend()
+    contests = [contest for contest in (TINY, SMALL) if read_runs(contest)]
+    figure, axes = plt.subplots(1, len(contests), figsize=(5 * len(contests) + 1, 3.4),
+                                layout="constrained", squeeze=False)
+    for axis, contest in zip(axes[0], contests):
+        labelled = set()
+        for (side, _), points in sorted(read_runs(contest).items()):
+            seconds, solved = zip(*smoothed(points))
+            axis.plot(seconds, [100 * share for share in solved],
+                      color="C0" if side == "starter.py" else "C1", alpha=0.7, linewidth=1.1,
+                      label=None if side in labelled else side)
+            labelled.add(side)
+        for goal in contest.goals:
+            axis.axhline(100 * goal, color="0.8", linewidth=0.8, zorder=0)
+        axis.set(xlabel="seconds of rollout, reward and update", ylabel="solved, %",
+                 title="built-in model" if contest is TINY else "SmolLM2, addition")
+        axis.legend()
     bench.FIGURES.mkdir(exist_ok=True)
     figure.savefig(bench.FIGURES / "race.png", dpi=100)
     plt.close(figure)
@@ -272,25 +289,29 @@ def draw():
 
 def main():
     parser = argparse.ArgumentParser(description="time to a solved rate, beside TRL")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", nargs="+", type=int, help="by default those of the contest")
+    parser.add_argument("--steps", type=int, help="by default those of the preset")
+    parser.add_argument("--small", action="store_true", help="SmolLM2's addition")
     parser.add_argument("--child", choices=list(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--figure", action="store_true")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
+    contest = SMALL if given.small else TINY
+    steps = given.steps or contest.preset["n_train_steps"]
     if given.child:
-        print("notes", json.dumps(SIDES[given.child](given.seeds[0], given.steps)))
+        print("notes", json.dumps(SIDES[given.child](contest, given.seeds[0], steps)))
         return
     if not (given.table or given.figure):
-        for seed in given.seeds:
+        contest.model()
+        for seed in given.seeds or contest.seeds:
             order = list(SIDES) if seed % 2 == 0 else list(SIDES)[::-1]
             for side in order:
-                if (side, seed) in read_runs():
+                if (side, seed) in read_runs(contest):
                     continue
-                rows = run_in_process(side, seed, given.steps)
-                is_new = not RESULTS.is_file()
-                with open(RESULTS, "a", newline="") as file:
+                rows = run_in_process(contest, side, seed, steps)
+                is_new = not results_of(contest).is_file()
+                with open(results_of(contest), "a", newline="") as file:
                     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                     if is_new:
                         writer.writeheader()
@@ -299,8 +320,8 @@ def main():
                       f"{float(rows[-1]['solved']):.1%}", flush=True)
     if given.figure:
         draw()
-    print(race_table())
-    print(final_table())
+    print(race_table(contest))
+    print(final_table(contest))
 
 
 if __name__ == "__main__":

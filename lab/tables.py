@@ -20,7 +20,7 @@ from lab.mutants import mutants_table
 from support import memory
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
-         *sorted((REPOSITORY / "docs").glob("*.md"))]
+         REPOSITORY / "recipes" / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
 def markdown(header, lines):
@@ -722,6 +722,44 @@ def start_table():
                     [[str(len(rows)), *(f"{number:.1f}" for number in numbers)]])
 
 
+def whole_table():
+    """The default run before and after: seconds of its parts, medians over the runs in turns."""
+    parts = ("to_first_evaluation", "training", "evaluations_between", "after_last_step", "whole")
+    rows = read_csv(RESULTS / "bench_whole.csv")
+    lines = []
+    for kl_penalty in dict.fromkeys(row["kl_penalty"] for row in rows):
+        medians = {}
+        for code in ("before", "after"):
+            runs = [row for row in rows if (row["kl_penalty"], row["code"]) == (kl_penalty, code)]
+            medians[code] = [statistics.median(numbers_of(runs, f"{part}_s")) for part in parts]
+            lines.append([kl_penalty, f"{code} ({runs[-1]['of_commit']})", str(len(runs)),
+                          *(f"{seconds:.1f}" for seconds in medians[code])])
+        lines.append([kl_penalty, "after / before", "",
+                      *(f"{b / a:.2f}" for a, b in zip(medians["before"], medians["after"]))])
+    return markdown(["KL penalty", "code", "runs", "to the first evaluation, s", "200 steps, s",
+                     "evaluations between, s", "report and saving, s", "whole process, s"], lines)
+
+
+def race_table():
+    from lab import race
+    return race.race_table(race.TINY)
+
+
+def race_small_table():
+    from lab import race
+    return race.race_table(race.SMALL)
+
+
+def race_final_table():
+    from lab import race
+    return race.final_table(race.TINY)
+
+
+def variants_table():
+    from lab import variants
+    return variants.variants_table()
+
+
 # --------------------------------------------------------------------------------------------------
 # 5. Of integrations/example_tinker.py.
 
@@ -839,7 +877,9 @@ TABLES = {
     "memory": memory_table, "gpus": gpu_table, "cards": cards_table, "ranks": rank_table,
     "learning": learning_table,
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
-    "neighbours": neighbour_table,
+    "neighbours": neighbour_table, "whole": whole_table,
+    "race": race_table, "race_small": race_small_table, "race_final": race_final_table,
+    "variants": variants_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,
     "tinker_verdicts": tinker_verdict_table,

@@ -40,14 +40,14 @@ JOBS = [(BASE, OFF), (BASE, ON), *((name, kl) for name in BOTH for kl in (OFF, O
         ("moving_reference", ON), ("distillation", ON)]
 
 
-def train_for_a_while(changes):
-    """main() of the starter.py in the working directory, stopped after SECONDS of training."""
+def train_for_a_while(changes, seconds):
+    """main() of the starter.py in the working directory, stopped after so much training."""
     import starter
     candidates, ranks, guarded = starter.find_parts()
 
     class TimedRun(guarded):
         def remaining_steps(self):
-            while self.state["seconds"] < SECONDS:
+            while self.state["seconds"] < seconds:
                 yield self.state["step"] + 1
 
         def report(self, result, policy, ref_model, *rest):
@@ -71,7 +71,7 @@ def copy_with(name, folder):
     (folder / "starter.py").write_text(text, "utf-8")
 
 
-def run_one(name, kl, seed, teacher):
+def run_one(name, kl, seed, teacher, seconds=SECONDS):
     """Returns the row of one run, made by a process of its own in a folder of its own."""
     changes = kl | {"seed": seed} | ({"epochs_per_rollout": 2} if name == TWO_EPOCHS else {})
     with tempfile.TemporaryDirectory() as folder:
@@ -79,9 +79,10 @@ def run_one(name, kl, seed, teacher):
         copy_with(name, folder)
         if name == "distillation":
             shutil.copytree(teacher, folder / "runs" / "teacher" / "model")
-        done = subprocess.run(
-            [sys.executable, "-m", "lab.variants", "--child", json.dumps(changes)], cwd=folder,
-            capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        command = [sys.executable, "-m", "lab.variants", "--child", json.dumps(changes),
+                   "--seconds", str(seconds)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
         if done.returncode:
             raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
         if (name, kl, seed) == (BASE, OFF, 0):
@@ -176,10 +177,11 @@ def draw():
 def main():
     parser = argparse.ArgumentParser(description="compares the recipes")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--figure", action="store_true")
     given = parser.parse_args()
     if given.child:
-        train_for_a_while(json.loads(given.child))
+        train_for_a_while(json.loads(given.child), given.seconds)
         return
     if not given.figure:
         run_all()

@@ -322,7 +322,21 @@ def test_race_table_counts_goals_that_were_not_reached(monkeypatch):
             ("starter.py", 1): points(0.4, 0.8, 0.8, 0.8),
             ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
             ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0), ("TRL", 7): points(0.9)}
-    monkeypatch.setattr(race, "read_runs", lambda: runs)
-    lines = race.race_table().splitlines()[2:]
+    monkeypatch.setattr(race, "read_runs", lambda contest: runs)
+    lines = race.race_table(race.TINY).splitlines()[2:]
     assert lines[1].startswith("| 75% solved | 2 |") and lines[1].endswith("| 0 and 1 |")
     assert lines[3].startswith("| all 15 steps | 2 | 30.0 | 75.0 | 2.50 |")
+
+
+# --------------------------------------------------------------------------------------------------
+# The comparison of the recipes
+
+@pytest.mark.slow
+def test_variant_trains_for_the_given_time_and_is_measured_against_the_start(tmp_path):
+    """A moving reference has a KL of nearly 0 to the policy, and the policy has left the start."""
+    variants = pytest.importorskip("lab.variants")
+    rows = [variants.run_one(name, variants.ON, 0, tmp_path, seconds=3)
+            for name in (variants.BASE, "moving_reference")]
+    for row in rows:
+        assert 3 <= row["seconds"] < 8 and row["steps"] > 2 and row["kl_penalty"] == "on"
+        assert row["kl_per_token"] > 1e-5 and 0 <= row["solved_after"] <= 1
