@@ -127,6 +127,19 @@ def test_gradient_with_the_adapter_off_as_reference_is_that_with_a_copy(models, 
         torch.testing.assert_close(with_adapter_off, with_copy, rtol=1e-5, atol=1e-7)
 
 
+def test_merged_weights_are_float32_where_frozen_layers_are_stored_in_bf16(models):
+    """Weights and biases, with the numbers that bf16 holds."""
+    policy, _, start = models
+    for name, parameter in policy.named_parameters():
+        if ".base_layer." in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    for name, tensor in starter.merged_weights(policy):
+        assert tensor.dtype == torch.float32, name
+        if name.endswith(".bias") and ".ln" not in name:
+            torch.testing.assert_close(tensor, start.get_parameter(name).bfloat16().float(),
+                                       rtol=0, atol=0)
+
+
 def test_merged_weights_are_the_policy_under_the_names_of_the_model(models):
     policy, _, start = models
     merged = dict(starter.merged_weights(policy))
