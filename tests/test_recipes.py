@@ -1,6 +1,7 @@
 """Tests of recipes/: each patch fits starter.py, computes its paper's formula, and trains.
 
-The formulas are written out below as loops over numbers, in float64.
+The formulas are written out below as loops over numbers, in float64. All are slow tests: whoever
+edits the lines that a recipe changes is not stopped by it; CI is.
 """
 import copy
 import importlib.util
@@ -17,6 +18,7 @@ from conftest import save_checkpoint, scalars, settings, variety
 import starter
 
 recipes = pytest.importorskip("lab.recipes")
+pytestmark = pytest.mark.slow
 TEXT = (recipes.REPOSITORY / "starter.py").read_text("utf-8")
 NAMES = sorted(recipes.RECIPES)
 
@@ -55,7 +57,6 @@ def test_page_has_a_section_for_each_patch():
     assert all(f"## {name}\n" in page and f"recipes/{name}.patch" in page for name in NAMES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_trains_at_once(name, checkpoint, tmp_path, monkeypatch):
     """With its own numbers, alone, on a small random model."""
@@ -215,7 +216,6 @@ def depends_on_target(text, problem):
     return variety(text, problem) if problem["target"] % 2 else 0.5
 
 
-@pytest.mark.slow
 def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, n_train_steps=3, reward=depends_on_target)
     module = load("dynamic_sampling", tmp_path)
@@ -226,7 +226,6 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path)
     assert scalars(again["run_folder"])["train/frac_zero_std"] == found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_minibatches_each_have_the_gradient_of_loops(epochs, checkpoint, tmp_path, monkeypatch):
     """Four optimiser steps on each pass over a rollout, with the mean over a quarter's tokens: n
@@ -276,7 +275,6 @@ def test_minibatches_each_have_the_gradient_of_loops(epochs, checkpoint, tmp_pat
     assert max(error for *_, error in of_each) < 1e-4
 
 
-@pytest.mark.slow
 def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "runs" / "earlier" / "model", seed=1)
@@ -287,7 +285,6 @@ def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path,
     assert kl[-1] < 0.7 * kl[0]
 
 
-@pytest.mark.slow
 def test_moving_reference_is_reset_and_survives_a_resume(checkpoint, tmp_path):
     module = load("moving_reference", tmp_path,
                   **{"REFERENCE_EVERY = 50": "REFERENCE_EVERY = 2"})
