@@ -37,7 +37,7 @@ from starter import (  # noqa: F401  the quick tests, which are strict here
 )
 
 import torch
-from conftest import save_checkpoint, scalars, settings
+from conftest import save_checkpoint, scalars, settings, variety
 from reference.inputs import make_models, make_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -1647,3 +1647,13 @@ def test_evaluation_is_of_the_step_that_it_names(checkpoint, tmp_path):
     assert long[0] == short[0] == pytest.approx(result["before"]["reward_mean"])
     assert long[2] == short[2] != long[0]
     assert long[5] == pytest.approx(result["after"]["reward_mean"])
+
+
+def test_logged_means_are_over_the_rows_that_learn(checkpoint, tmp_path):
+    """Half of the groups have equal rewards and are left out. The mean of the ratio is still 1."""
+    def equal_for_even_targets(text, problem):
+        return variety(text, problem) if problem["target"] % 2 else 0.5
+
+    result = train(checkpoint, tmp_path, reward=equal_for_even_targets)
+    assert 0 < max(of(result, "train/frac_zero_std"))
+    assert of(result, "train/ratio_mean") == pytest.approx([1.0] * 4)

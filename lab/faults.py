@@ -421,8 +421,7 @@ STARTER = [
         ("            if parameter.requires_grad:\n                tensors",
          "            if True:\n                tensors"),
         ("ref_model = policy if with_lora else", "ref_model = None if with_lora else"),
-        ("for parameter in policy.parameters() if parameter.requires_grad]",
-         "for parameter in policy.parameters()]"),
+        # Left out: AdamW over all parameters. It passes over those without a gradient.
     ]),
     Section("starter.py", RUNS, [  # log, report, checkpoints, resume
         ('name if "/" in name else f"train/{name}", value', 'f"train/{name}", value'),
