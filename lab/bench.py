@@ -224,9 +224,15 @@ def machine_line():
 
 
 def commit_of(folder):
-    """Returns the commit of a working tree; "-dirty" where files were changed since."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    """Returns the commit of a working tree; "-dirty" where files other than results were changed
+    since."""
+    def git(*command):
+        return subprocess.run(["git", *command], cwd=folder, capture_output=True,
+                              text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".",
+                  ":!lab/results", ":!lab/figures")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def append(name, rows):

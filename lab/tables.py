@@ -714,6 +714,7 @@ def neighbour_table():
 
 def start_table():
     rows = read_csv(RESULTS / "bench_start.csv")
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     first = numbers_of(rows, "first_step_s")
     evaluation = numbers_of(rows, "first_evaluation_s")
     numbers = (statistics.median(first), min(first), max(first), statistics.median(evaluation))

@@ -1264,3 +1264,43 @@ def test_check_of_the_settings_leaves_no_gradient(checkpoint, tmp_path):
     with mock.patch.object(runs, "refuse_settings_without_effect"):
         norms.append(scalars(run("guarded", **given)["run_folder"])["train/grad_norm"])
     assert norms[0] == norms[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# What resume finds, and what the report says
+
+def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
+    given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=1, n_eval_problems=5)
+    older, newer = (run("plain", **given, run_name=name)["run_folder"] for name in ("a", "b"))
+    assert older.name < newer.name
+    resumed = run("plain", **given | dict(n_train_steps=3, resume=True, run_name="b"))
+    assert resumed["run_folder"] == newer
+    assert scalars(newer)["train/loss"].keys() == {1, 2, 3}
+    assert scalars(older)["train/loss"].keys() == {1, 2}
+
+
+def test_resume_under_other_parts_says_that_bits_will_differ(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, n_train_steps=1, save_every=1, n_eval_problems=5)
+    run("plain", **given)
+    again = given | dict(n_train_steps=2, resume=True)
+    other = dataclasses.replace(starter.PLAIN, name="other")
+    with mock.patch.object(starter, "find_parts", lambda: (
+            [other], starter.OneProcess(), starter.Run)):
+        starter.main(**again)
+    line = "the run began with parts: compute plain, ranks 1, run Run; with others its bits"
+    assert line in capsys.readouterr().out
+    run("plain", **again | dict(n_train_steps=3))
+    assert "the run began with parts: compute other" in capsys.readouterr().out
+
+
+def test_report_shows_rates_before_and_after_and_their_difference(tmp_path):
+    result = {"before": {"solved": 0.25, "retention_sort": 1.0, "reward_mean": 0.3},
+              "after": {"solved": 0.755, "retention_sort": 0.9, "reward_mean": 0.8},
+              "n_eval_problems": 200, "seconds": 90.0, "tokens_per_s": 1234.4}
+    cfg = SimpleNamespace(task="countdown", eval_temperature=0.0)
+    assert starter.report_text(result, cfg, tmp_path / "runs" / "a") == (
+        "\n=== Report ===\ncountdown, 200 held-out problems, sampled at temperature 0\n"
+        "  solved              25.0% ->  75.5%  (+50.5 points)\n"
+        "  retention_sort     100.0% ->  90.0%  (-10.0 points)\n"
+        "training took 1.5 min, 1234 response tokens/s\n"
+        f"run folder: {tmp_path}/runs/a\nlook at it: tensorboard --logdir {tmp_path}/runs")
