@@ -9,7 +9,7 @@
 
 The faults are in lab/faults.py. The tests run once without a fault, and coverage.py notes which
 of them run which line. For each fault the tests that run its lines come first, the short before
-the long; if they pass, the rest of the likeliest files, and then all others. A test that fails
+the long; if they pass, the rest of the likeliest files. A test that fails
 must fail alone, too, and pass alone without the fault. A fault that no test
 catches survives: either a test is missing, or the fault changes nothing that matters and leaves
 the list, with the reason.
@@ -427,8 +427,9 @@ def run_faults(faults, todo, quick):
 
         def attempts(fault):
             """Returns [(test files, names of the wanted tests or None for all), ...], which are
-            tried in turn: the test that caught it last time, tests that run the planted lines, the
-            likeliest files, the others."""
+            tried in turn: the test that caught it last time, tests that run the planted lines, and
+            the likeliest files, since some tests start processes, which coverage does not watch.
+            The other files only where no test is known to run these lines."""
             lines = planted_lines(fault, (snapshot / fault.file).read_text())
             wanted = set().union(*(names_of[fault.file][line] for line in lines))
             likeliest, others = test_files(fault, snapshot)
@@ -436,7 +437,8 @@ def run_faults(faults, todo, quick):
             of_last = {test for test in seconds if test.partition("[")[0].endswith(f"::{last}")}
             found = [(sorted({test.partition("::")[0] for test in of_last}), of_last)]
             found = [attempt for attempt in [*found, (likeliest + others, wanted)] if attempt[1]]
-            found += [(files, None) for files in (likeliest, others) if files]
+            rest = [likeliest] if wanted else [likeliest, others]
+            found += [(files, None) for files in rest if files]
             return found[:-1] if quick and len(found) > 1 else found
 
         def try_out(fault, folder):
