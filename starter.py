@@ -23,13 +23,15 @@ Sections 4 to 10 and 15 are the algorithm: from the rollout to the update, and t
 others load (1 to 3), check (11, 13), evaluate, log and save (12, 14), and hold the numbers and the
 quick tests (16, 17). To change the task, edit section 1; the reward 5, the advantage 6, the
 average over tokens 7, the loss or the KL 9, the learning-rate schedule 15, the numbers 16. Leave
-the shift in make_batch, the token weights, the stop-gradients of the KL and the line that sets
-old_log_probs as they are, or change them with their tests at hand.
+these as they are, or run test_starter.py after a change: the shift in make_batch, the place where
+train() fixes the token weights, the stop-gradients of the KL, the line that sets old_log_probs,
+and load_policy_into_vllm_instance.
 
 GRPO (Shao et al. 2024, arXiv:2402.03300) samples a group of responses to each prompt, scores
 them with a rule, and makes the responses that beat their group's mean more likely. This file
-differs from the paper in three ways:
+differs from the paper in four ways:
 
+* The KL penalty is off by default.
 * The loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476).
 * The KL term reports the value k3, as the paper does, but its gradient is that of
   KL(policy || reference). Differentiating k3 itself gives the gradient of another divergence.
@@ -291,8 +293,9 @@ def problems_of_files(cfg):
     if cfg.dataset is not None:
         train, held_out = read_dataset(cfg.dataset)
     else:
-        train = read_jsonl(cfg.task)
-        held_out = [] if cfg.eval_file is None else read_jsonl(cfg.eval_file)
+        train, held_out = read_jsonl(cfg.task), []
+    if cfg.eval_file is not None:
+        held_out = read_jsonl(cfg.eval_file)
     if not held_out:
         held_out = [problem for problem in train if is_held_out(problem["prompt"])]
         train = [problem for problem in train if not is_held_out(problem["prompt"])]
@@ -319,6 +322,10 @@ def load_problems(cfg, model_folder):
     if not (isinstance(found, (tuple, list)) and len(found) == 2):
         raise InputError(f"task = {describe(cfg.task)!r} returned {type(found).__name__}; it must "
                          "return two lists of problems, for training and held out")
+    for kind, some in zip(("training", "held-out"), found):
+        if not some:
+            raise InputError(f"task = {describe(cfg.task)!r} gave no {kind} problems; use more "
+                             "lines, or give an eval_file")
     retention = Path(model_folder) / "retention.jsonl"
     skills = read_jsonl(retention) if retention.is_file() else []
     return Problems(*found, skills)
@@ -951,7 +958,8 @@ def rows_that_learn(batch):
     in a group of equal rewards, and those whose tokens all have weight 0. If none learns, the
     first stays, so that AdamW does its step."""
     learns = (batch["advantages"][:, 0] != 0) & (batch["weights"] != 0).any(dim=1)
-    learns[0] |= ~learns.any()
+    if not learns.any():
+        learns[0] = True
     return take_rows(batch, learns, batch["labels"].shape[1])
 
 
@@ -1285,10 +1293,11 @@ def kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_k
     """(B, T) log-probs, KLSettings -> (B, T) KL. Its value is the estimator's; its gradient is
     what kl.gradient says.
 
-    "reverse": r * d * grad log pi with r = pi / old, which is the gradient of KL(policy ||
-    reference), on the policy's own samples and on older ones. r is cut at kl.ratio_cap and d at
-    +-kl.log_ratio_cap. "as_written": autograd through the estimator, to reproduce papers. The
-    estimator "exact" sums over the vocabulary; exact_kl (B, T) brings its own gradient.
+    "reverse": r * d * grad log pi with r = pi / old, which is the gradient of each token's
+    KL(policy || reference), on the policy's own samples and in later epochs. r is cut at
+    kl.ratio_cap and d at +-kl.log_ratio_cap, which bounds the gradient and biases it there.
+    "as_written": autograd through the estimator, to reproduce papers. The estimator "exact" sums
+    over the vocabulary; exact_kl (B, T) brings its own gradient.
     """
     if kl.estimator == "exact" and exact_kl is not None:
         return exact_kl
@@ -1300,9 +1309,9 @@ def kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_k
     return with_gradient_of(value, ratio_to_old * d * policy_log_probs)
 
 
-def with_gradient_of(value, score):
-    """Returns a tensor with the numbers of value and with the gradient of score added to its."""
-    return value + score - score.detach()
+def with_gradient_of(value, surrogate):
+    """Returns a tensor with the value of the first and the gradients of both."""
+    return value + surrogate - surrogate.detach()
 
 
 def sum_to_go(kl, mask):
@@ -1330,9 +1339,10 @@ def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, 
 def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_kl=None):
     """(B, T) log-probs, KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
 
-    Placement "loss": a token pays for its own KL. "loss_to_go": its score also pays for the KL of
-    later tokens, which on the policy's own samples is the gradient of the whole sequence's KL;
-    with "exact" it has the lowest variance (Rao-Blackwell). "reward": the advantages hold it.
+    Placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
+    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well. On the policy's own samples the sum is then
+    the gradient of the whole response's KL; with "exact" it has the lowest variance
+    (Rao-Blackwell). "reward": the KL is in the advantages.
     """
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     raw = kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_kl)
@@ -1369,7 +1379,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
 
     # The PPO-clipped term (arXiv:1707.06347). This ratio is used here and nowhere else. In the
-    # first epoch of a rollout it is 1: a change of it shows with epochs_per_rollout above 1.
+    # first epoch of a rollout its value is 1, though its gradient is not 0; the clip acts only
+    # with epochs_per_rollout above 1.
     clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -1420,7 +1431,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, compute
     else:
         exact_kl = None
         ref_log_probs = rows.get("ref_log_probs")
-    old_log_probs = rows.get("old_log_probs", log_probs.detach())  # train() sets them in epoch 0
+    # Absent in epoch 0; train() keeps those of that pass for the later epochs.
+    old_log_probs = rows.get("old_log_probs", log_probs.detach())
 
     advantages = rows["advantages"]
     if cfg.kl.placement == "reward" and ref_log_probs is not None:
@@ -1733,6 +1745,10 @@ def check_settings(cfg):
         (cfg.resume and cfg.resume_from is not None,
          "resume and resume_from are both given; resume goes on with a run, resume_from begins a "
          "new one: leave one out"),
+        (cfg.eval_file is not None and cfg.dataset is None
+         and not str(cfg.task).endswith(".jsonl"),
+         f"eval_file = {str(cfg.eval_file)!r} is not read by task = {describe(cfg.task)!r}; give "
+         "the path of a .jsonl file as task, or leave eval_file out"),
         (cfg.lora_rank and not importlib.util.find_spec("peft"),
          f"lora_rank = {cfg.lora_rank!r} needs peft, which is not installed here; pip install "
          "peft, or use lora_rank = 0"),
@@ -1756,9 +1772,12 @@ def kl_settings(cfg):
     threshold = cfg.kl_clip_threshold
     if threshold is None:
         threshold = 5.0 if "clip_sound" in parts else 1.0
-    return KLSettings(cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, "+".join(parts) or "none",
-                      threshold, cfg.kl_target, cfg.dynamic_beta_decay, cfg.reward_threshold,
-                      cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
+    return KLSettings(
+        estimator=cfg.kl_estimator, gradient=cfg.kl_gradient, placement=cfg.kl_in,
+        adaptation="+".join(parts) or "none", clip_threshold=threshold, target=cfg.kl_target,
+        dynamic_beta_decay=cfg.dynamic_beta_decay, reward_threshold=cfg.reward_threshold,
+        beta_min=cfg.beta_min, beta_schedule_steps=cfg.beta_schedule_steps,
+        max_new_tokens=cfg.max_new_tokens)
 
 
 def check_kl(cfg):
@@ -2039,9 +2058,10 @@ class Run:
                 raise InputError(f"{str(checkpoint)!r} is not a checkpoint that can be read; give "
                                  "runs/<run>/checkpoints/step_<n>.safetensors") from None
         done = self.state["step"]
-        if done > self.cfg.n_train_steps:
-            raise InputError(f"n_train_steps = {self.cfg.n_train_steps} is less than the {done} "
-                             f"steps that {checkpoint} has done; use at least {done}")
+        least = done if self.cfg.resume else done + 1  # a new run has a step of its own
+        if self.cfg.n_train_steps < least:
+            raise InputError(f"n_train_steps = {self.cfg.n_train_steps} includes the {done} steps "
+                             f"that {checkpoint} has done; use at least {least}")
         how = f"resumed: {self.folder}" if self.cfg.resume else f"a new run from {checkpoint}"
         self.lines.append(how + (f" after step {done}" if done else " from the start"))
 
@@ -2082,6 +2102,7 @@ class Run:
             if self.state["parts"] != self.cfg.parts:
                 print(f"the run began with parts: {self.state['parts']}; with others its bits "
                       "will differ")
+                self.state["first_difference"] = None  # of another engine or precision
         self.state = self.state | {"parts": self.cfg.parts}
         if self.ranks.rank:
             return
@@ -2256,7 +2277,7 @@ def check_log_probs(microbatches, step, first_difference, cfg, ranks):
         raise RunStopped(f"step {step}: sampler and trainer disagree by {mean:.2g} nats per token "
                          f"(limit {limit:.2g}): the sampler has stale or other weights; check "
                          "load_policy_into_vllm_instance")
-    if first_difference is None and not found["reference"] < (0.5 if cfg.bf16 else 1e-4):
+    if step == 1 and not found["reference"] < (0.5 if cfg.bf16 else 1e-4):
         raise RunStopped(f"step {step}: the policy differs from its own copy by "
                          f"{found['reference']:.2g} nats before any update: the reference is not "
                          "the starting model, or is scored otherwise (temperature, dropout)")
@@ -2284,7 +2305,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
     for step in run.remaining_steps():
         evaluated = run.state.get("evaluated", 0)
         if cfg.eval_every and step - 1 > evaluated and (step - 1) % cfg.eval_every == 0:
-            # The step before is complete and saved, so that a failure in here loses nothing.
+            # The step before is complete, and saved if a checkpoint was due.
             evaluate_and_log(step - 1, policy, llm, tokenizer, problems, cfg, parts)
         seconds = defaultdict(float)
         with timed(seconds, "total"):
@@ -2312,7 +2333,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                 counted = counted & finished
             batch["weights"] = token_weights(counted, cfg.loss_average, cfg.max_new_tokens)
             n_tokens = int(batch["response_mask"].sum())
-            if ref_model is None:  # a KL term has a gradient in every row
+            if ref_model is None:  # with a KL term, or another of yours, every row has a gradient
                 batch = rows_that_learn(batch)
             n_learning = int(batch["response_mask"].sum())
             microbatches = ranks.microbatches(batch, cfg.max_tokens_per_microbatch,
@@ -2499,7 +2520,7 @@ def main(
     n_eval_problems=500,  # with 500 the 95 % interval is at most +-4.4 points
     eval_temperature=0.0,  # 0: greedy
     out_dir="runs",  # each run gets a new folder in it, named by its time
-    run_name=None,  # ends the folder's name; None: the settings that were changed
+    run_name=None,  # ends the folder's name; None: with support/, the settings that were changed
     save_every=50,  # steps between checkpoints; 0: only at the end and after Ctrl-C or SIGTERM
     resume=False,  # True: go on with the newest run in out_dir; or the folder of a run
     resume_from=None,  # a run's folder or checkpoint, from which a new run goes on as it likes
@@ -2529,7 +2550,8 @@ def main(
     if cfg.gradient_checkpointing:
         enable_gradient_checkpointing(policy)
     compute, misfits = choose_compute(candidates, policy, prompts, cfg, ranks)
-    cfg.parts = f"compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}"
+    cfg.parts = (f"compute {compute.name}, ranks {ranks.world}, run {run_class.__name__}, "
+                 f"engine {cfg.engine}, {'bf16' if cfg.bf16 else 'float32'}")
     print(*lines, *misfits, f"parts: {cfg.parts}", sep="\n")
 
     # Make the reference, the engine and the optimiser.

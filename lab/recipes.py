@@ -196,7 +196,7 @@ def teacher(model_folder):
             # 3. Lay the step out
 >>>>
 <<<<
-    if first_difference is None and not found["reference"] < (0.5 if cfg.bf16 else 1e-4):
+    if step == 1 and not found["reference"] < (0.5 if cfg.bf16 else 1e-4):
         raise RunStopped(f"step {step}: the policy differs from its own copy by "
                          f"{found['reference']:.2g} nats before any update: the reference is not "
                          "the starting model, or is scored otherwise (temperature, dropout)")

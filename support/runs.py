@@ -171,15 +171,10 @@ def check_every_setting(cfg):
 
 def check_files(cfg):
     """The files of problems must be there, and read by somebody."""
-    reads_files = cfg.dataset is None and is_file_of_problems(cfg.task)
     if cfg.dataset is not None and (callable(cfg.task) or is_file_of_problems(cfg.task)):
         raise InputError(f"task = {short(starter.describe(cfg.task))} and dataset = "
                          f"{cfg.dataset!r} are both given; leave one of them out")
-    if cfg.eval_file is not None and not reads_files:
-        raise InputError(f"eval_file = {short(cfg.eval_file)} is not read by task = "
-                         f"{short(starter.describe(cfg.task))}; give the path of a .jsonl file as "
-                         "task, or leave eval_file out")
-    for name in ("task", "eval_file") if reads_files else ():
+    for name in (*(["task"] if is_file_of_problems(cfg.task) else []), "eval_file"):
         path = getattr(cfg, name)
         if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise InputError(f"{name} = {short(path)} is not a file that can be read; give the "
@@ -245,11 +240,8 @@ def check_tokenizer(policy, tokenizer, model_id):
 
 
 def check_problems(problems, task):
-    """There must be some of both kinds, each with a prompt."""
+    """Each must have a prompt, and none may be on both sides."""
     for kind, some in (("training", problems.train), ("held-out", problems.held_out)):
-        if not some:
-            raise InputError(f"task = {task!r} gave no {kind} problems; use more lines, or give an "
-                             "eval_file")
         if not all(isinstance(problem, dict) and problem.get("prompt") for problem in some):
             raise InputError(f"task = {task!r} gave a {kind} problem without a 'prompt'; each "
                              "problem must be a dict with a text under 'prompt'")

@@ -232,7 +232,7 @@ SETTINGS = [
     (RESUME | dict(model_id="with_space"), r"model_id = 'with_space' would break the curve of "
                                            "runs/.*, which began with 'checkpoint'; use that"),
     (RESUME | dict(seed=1, eval_every=7), r"seed = 1 would break .*, which began with 0; use"),
-    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 is less than the 2 steps that runs/.*"
+    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 includes the 2 steps that runs/.*"
                                          " has done; use at least 2"),
 ]
 if not HAS_VLLM:
@@ -329,7 +329,7 @@ ALONE = [
     (dict(resume=True, out_dir="empty"), r"resume = True: " + NO_RUN),
     (RESUME | dict(clip_range=0.5), r"clip_range = 0.5 would break the curve of runs/.*, "
                                        "which began with 0.2; use that value, or give"),
-    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 is less than the 2 steps that runs/.*"
+    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 includes the 2 steps that runs/.*"
                                          " has done; use at least 2"),
     (dict(max_new_tokens=250), r"\d+ of \d+ training prompts do not fit, with max_new_tokens = "
                                r"250, into the 256 tokens .*; use 2\d\d or fewer"),

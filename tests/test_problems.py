@@ -213,7 +213,7 @@ class Datasets:
         return self.splits
 
 
-def test_dataset_gives_its_train_and_test_rows(monkeypatch):
+def test_dataset_gives_its_train_and_test_rows(monkeypatch, tmp_path):
     rows = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
     library = Datasets(train=rows[:30], test=rows[30:])
     monkeypatch.setitem(sys.modules, "datasets", library)
@@ -226,6 +226,9 @@ def test_dataset_gives_its_train_and_test_rows(monkeypatch):
     library.splits = {"train": rows}
     train, held_out = starter.problems_of_files(cfg)
     assert len(held_out) == 5 and len(train) < 40
+    cfg.eval_file = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "1 + 1?", "answer": 2}])
+    train, held_out = starter.problems_of_files(cfg)
+    assert len(train) == 40 and [p["prompt"] for p in held_out] == ["1 + 1?"]
     library.splits = {"train": [{"text": "a"}]}
     with pytest.raises(InputError, match="openai/gsm8k, train row 0, must have a text or a list"):
         starter.problems_of_files(cfg)

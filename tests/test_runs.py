@@ -1287,7 +1287,7 @@ def test_resume_under_other_parts_says_that_bits_will_differ(checkpoint, tmp_pat
     with mock.patch.object(starter, "find_parts", lambda: (
             [other], starter.OneProcess(), starter.Run)):
         starter.main(**again)
-    line = "the run began with parts: compute plain, ranks 1, run Run; with others its bits"
+    line = "the run began with parts: compute plain, ranks 1, run Run, engine transformers, float32; "
     assert line in capsys.readouterr().out
     run("plain", **again | dict(n_train_steps=3))
     assert "the run began with parts: compute other" in capsys.readouterr().out
@@ -1304,3 +1304,28 @@ def test_report_shows_rates_before_and_after_and_their_difference(tmp_path):
         "  retention_sort     100.0% ->  90.0%  (-10.0 points)\n"
         "training took 1.5 min, 1234 response tokens/s\n"
         f"run folder: {tmp_path}/runs/a\nlook at it: tensorboard --logdir {tmp_path}/runs")
+
+
+def test_resume_in_another_precision_measures_the_sampler_anew(checkpoint, tmp_path, capsys):
+    """What float32 rounds is no limit for bf16."""
+    given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5)
+    run("plain", **given)
+    seen = []
+    real = starter.check_log_probs
+
+    def note(microbatches, step, first_difference, *others):
+        seen.append((step, first_difference))
+        return real(microbatches, step, first_difference, *others)
+
+    with mock.patch.object(starter, "check_log_probs", note):
+        run("plain", **given | dict(n_train_steps=4, resume=True, bf16=True))
+    assert [step for step, _ in seen] == [3, 4]
+    assert seen[0][1] is None and seen[1][1] > 1e-6
+
+
+def test_resume_from_a_finished_run_wants_a_step_of_its_own(checkpoint, tmp_path):
+    given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5)
+    first = run("plain", **given)["run_folder"]
+    with pytest.raises(InputError, match="n_train_steps = 2 includes the 2 steps that .*; use at "
+                                         "least 3"):
+        run("plain", **given | dict(resume_from=str(first)))
