@@ -601,6 +601,9 @@ def draw():
             if not kl_coef:
                 right.axhline(share(rows), color=line and line.get_color(), linestyle=":")
     right.set(xlabel="kl_coef (dotted: KL penalty off)", ylabel="%", xscale="log", ylim=(0, 102))
+    with_penalty = [kl_coef for kl_coef, _ in groups() if kl_coef]
+    right.set_xticks(with_penalty, [f"{kl_coef:g}" for kl_coef in with_penalty])
+    right.minorticks_off()
     right.legend(fontsize=7)
     FIGURES.mkdir(exist_ok=True)
     figure.tight_layout()
