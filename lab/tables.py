@@ -89,7 +89,7 @@ def penalty_table():
         lines.append([name, per_cent(numbers_of(of_variant, "solved_after")),
                       per_cent(numbers_of(of_variant, "others_after")),
                       f"{100 * max(numbers_of(of_variant, 'worst_fall')):.0f} points"])
-    return markdown(["200 steps with", "solved, %", "other skills, %",
+    return markdown(["run of 200 steps", "solved, %", "other skills, %",
                      "largest fall of a skill, any seed"], lines)
 
 
@@ -244,9 +244,9 @@ def console(name):
 # 2. Of verify_kl: what is enumerated.
 
 GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
-    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for single tokens in all epochs"),
+    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for single tokens"),
     ("exact", "exact", "reverse", "loss",
-     "least noise; costs a second pass over the vocabulary"),
+     "least noise; its backward pass sums over the vocabulary"),
     ("k1", "k1", "as_written", "loss", "never (refused)"),
     ("k2", "k2", "as_written", "loss",
      "the same as reverse in the first epoch"),
@@ -382,7 +382,7 @@ def rule_table():
          "above the threshold the gradient is zero, so it spares the tokens that drifted most",
          "`clip_sound`: the gradient stops growing where a token's log-ratio passes 5 nats"],
         ["sigmoid", "sigmoid(KL - `kl_target`) · KL; default 0.1 nats",
-         "near the target it is about half of the KL, below as well as above: the slope is "
+         "the target has almost no effect: about half of the KL is penalised on both sides; slope "
          f"{value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats and "
          f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2",
          "`sigmoid_sound` penalises nothing below the target and the full KL above it"],
@@ -395,7 +395,8 @@ def rule_table():
          "`beta_min` (0)",
          f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
          "`kl_coef` in 100 steps",
-         "`dynamic_sound` follows an average, can rise again, and keeps a tenth of `kl_coef`"],
+         "`dynamic_sound` follows an average, can rise again, and never falls below a tenth of "
+         "`kl_coef`"],
         ["target", "the coefficient times 1.5 if KL > 1.5 · `kl_target`, times 0.75 if KL < 0.5 · "
          "`kl_target`",
          "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "
