@@ -102,8 +102,7 @@ def run_all():
     """Runs what the csv does not hold yet; what a run gives is written at once."""
     import starter
     starter.find_model("tiny")  # built once, before the copies are made
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    from lab.real_model import commit
     known = {(row["recipe"], row["kl_penalty"], row["seed"]) for row in read_csv(RESULTS)}
     teacher = Path(tempfile.gettempdir()) / "starter_teacher"
     todo = [(name, kl, seed) for name, kl in JOBS for seed in SEEDS
@@ -119,7 +118,7 @@ def run_all():
                 continue
             row = done.result()
             if (row["recipe"], row["kl_penalty"], str(row["seed"])) not in known:
-                append_rows(RESULTS, [row | {"commit": commit}])
+                append_rows(RESULTS, [row | {"commit": commit()}])
             print(f"{row['recipe']}, KL penalty {row['kl_penalty']}, seed {row['seed']}: solved "
                   f"{row['solved_after']:.1%} after {row['steps']} steps", flush=True)
 

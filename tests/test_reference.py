@@ -244,7 +244,7 @@ def assert_run_equals_the_recorded_one(name, n_steps, *where):
         for when in ("before", "after"):
             for metrics in (recorded["result"][when], found["result"][when]):
                 assert metrics.pop("solved") <= 1
-    left_out = OF_ROWS_THAT_LEARN if "no leash" in name else set()
+    left_out = OF_ROWS_THAT_LEARN if "no KL penalty" in name else set()
     for key in keys:
         recorded[key] = {metric: value for metric, value in recorded[key].items()
                          if metric not in left_out}

@@ -449,12 +449,12 @@ def run_settings():
         save_every=0,
         save_model=False,
     )
-    leash = dict(
+    penalty = dict(
         use_kl_penalty=True, kl_coef=0.1, kl_estimator="k3", kl_gradient="reverse", kl_in="loss"
     )
     return {
-        "leash": common | leash | dict(epochs_per_rollout=1),
-        "two epochs, no leash": common | dict(use_kl_penalty=False, epochs_per_rollout=2),
+        "KL penalty": common | penalty | dict(epochs_per_rollout=1),
+        "two epochs, no KL penalty": common | dict(use_kl_penalty=False, epochs_per_rollout=2),
     }
 
 
@@ -529,7 +529,8 @@ def kl_inputs():
 # Comparison
 
 
-FLOORS = {"losses": 1e-3, "steps": 0.1, "run: leash": 0.1, "run: two epochs, no leash": 0.1}
+FLOORS = {"losses": 1e-3, "steps": 0.1, "run: KL penalty": 0.1,
+          "run: two epochs, no KL penalty": 0.1}
 
 
 def floor_of(section):
