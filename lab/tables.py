@@ -256,7 +256,7 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
      "for the KL of whole responses, one epoch; least noise"),
-    ("k2", "k2", "reverse", "loss_to_go", "never (refused)"),
+    ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is exact"),
     ("k1", "k1", "", "reward", "for the KL of whole responses, one epoch; as in PPO for RLHF"),
     ("k2", "k2", "", "reward", "never (refused)"),
     ("k3", "k3", "", "reward", "never (refused)"),
@@ -274,18 +274,15 @@ def gradient_cell(rows):
     """The rows of one setting in one column -> what its expected gradient is."""
     of_whole = [row for row in rows if row["target"] == "KL of whole responses"]
     one_step = rows[0]["policy"] == "one step"
-    if not one_step and not of_whole:
-        cosine = rows[0]["median cosine to sequence KL"]
-        if cosine in ("", "nan"):
-            return "**zero**"
-        return f"another direction (cosine {float(cosine):.2f})"
-    exact = [TARGETS[row["target"]] for row in rows if row["claim"] == "exact"]
-    shown = rows[0] if one_step else of_whole[0]
-    if shown["claim"] == "exact":
-        return "exact"
-    if one_step and exact:
+    exact = [TARGETS[row["target"]] for row in (rows if one_step else of_whole)
+             if row["claim"] == "exact"]
+    if exact:
         return exact[0]
-    return f"{100 * float(shown['median relative error']):.0f} % error"
+    cosine = rows[0]["median cosine to sequence KL"]
+    if cosine in ("", "nan"):
+        return "**zero**"
+    shown = f"{float(cosine):.2f}"
+    return f"cosine {shown}" if shown != "1.00" else f"cosine {float(cosine):.3f}"
 
 
 def gradient_table():
@@ -300,7 +297,8 @@ def gradient_table():
     for name, estimator, gradient, place, use in GRADIENT_ROWS:
         cells = [gradient_cell(by_setting[policy, sampled_by, estimator, gradient, place])
                  for policy, sampled_by in GRADIENT_COLUMNS]
-        shown = "any" if estimator == "exact" or place == "reward" else gradient
+        any_gradient = place == "reward" or (estimator, place) == ("exact", "loss")
+        shown = "any" if any_gradient else gradient
         lines.append([name, shown, place, *cells, use])
     return markdown(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
                      "one token, later epochs", "several tokens, first epoch",
@@ -382,10 +380,10 @@ def rule_table():
          "above the threshold the gradient is zero, so it spares the tokens that drifted most",
          "`clip_sound`: the gradient stops growing where a token's log-ratio passes 5 nats"],
         ["sigmoid", "sigmoid(KL - `kl_target`) · KL; default 0.1 nats",
-         "the target has almost no effect: about half of the KL is penalised on both sides; slope "
-         f"{value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats and "
-         f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2",
-         "`sigmoid_sound` penalises nothing below the target and the full KL above it"],
+         "the target has almost no effect: about half of the KL is penalised below it and above it "
+         f"(slope of the penalty: {value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats, "
+         f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2)",
+         "`sigmoid_sound` penalises nothing below the target, and above it what exceeds it"],
         ["length_normalized", "KL / tokens of the response",
          "with `kl_in = \"reward\"` it makes the model write longer responses: "
          f"from 5 to {own_length:.0f} tokens in our test",

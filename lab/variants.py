@@ -6,10 +6,10 @@
 
 Each run trains for the same time: SECONDS of rollout, reward and update, as the run itself counts
 them, whatever its number of steps. Evaluation and start-up are outside. Learning rate, batch and
-problems are those of TINY for all. Two runs go side by side, each on one thread. A run takes place
-in a copy of the repository with the recipe applied. The KL is that to the starting model, also
-where the reference is another one. The teacher of "distillation" is the model that starter.py as
-it is has trained with seed 0.
+problems are those of TINY for all; the cosine of that recipe ends when the time does. Two runs go
+side by side, each on one thread. A run takes place in a copy of the repository with the recipe
+applied. The KL is that to the starting model, also where the reference is another one. The teacher
+of "distillation" is the model that starter.py as it is has trained with seed 0.
 """
 import argparse
 import json
@@ -71,9 +71,19 @@ def copy_with(name, folder):
     (folder / "starter.py").write_text(text, "utf-8")
 
 
+def usual_steps(kl_penalty):
+    """Steps that starter.py as it is made in the time: the median of its seeds."""
+    return statistics.median_low(int(row["steps"]) for row in read_csv(RESULTS)
+                                 if (row["recipe"], row["kl_penalty"]) == (BASE, kl_penalty))
+
+
 def run_one(name, kl, seed, teacher, seconds=SECONDS):
     """Returns the row of one run, made by a process of its own in a folder of its own."""
-    changes = kl | {"seed": seed} | ({"epochs_per_rollout": 2} if name == TWO_EPOCHS else {})
+    changes = kl | {"seed": seed}
+    if name == TWO_EPOCHS:
+        changes["epochs_per_rollout"] = 2
+    if name == "cosine":  # ends when the time does
+        changes["n_train_steps"] = usual_steps("on" if kl else "off")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         copy_with(name, folder)
