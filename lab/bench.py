@@ -956,6 +956,8 @@ def card(model):
                 note(row["phase"], size, float(row["share_of_matmul_rate"]),
                      "share of matmul rate")
         card_updates(size, note)
+    note("head: kernels of a microbatch", "vocabulary 151,936",
+         head_kernels("cuda" if on_gpu else "cpu"), "times")
     engines = ["transformers"]
     if importlib.util.find_spec("vllm"):
         engines.append("vllm")
@@ -992,6 +994,28 @@ def profile_update(ours, batch, size, note):
     for name, n in names.most_common():
         if re.search("flash|fmha|efficient|attention", name):
             note(f"an update: {name[:60]}", size, n, "times")
+
+
+NO_KERNEL = re.compile("as_strided|empty|view|alias|detach|resolve_|result_type|lift_fresh")
+
+
+def head_kernels(device):
+    """How many kernels the LM head starts, forward and backward, for CARD_TOKENS tokens in slices
+    of a GPU's size, with the KL penalty off. On a CPU torch's innermost operations are counted."""
+    weight = torch.randn(151_936, 64, device=device, requires_grad=True)
+    hidden = torch.randn(CARD_TOKENS, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(len(weight), (CARD_TOKENS,), device=device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with mock.patch.dict(fast.LOGITS_AT_ONCE, {device: fast.LOGITS_AT_ONCE["cuda"]}), \
+            torch.profiler.profile(activities=activities) as profile:
+        of_tokens = fast.token_statistics(hidden, labels, starter.LMHead(weight), 1.0)
+        of_tokens.log_probs.sum().backward()
+    names = [event.name for event in profile.events() if not event.cpu_children]
+    if device == "cuda":
+        return names.count("cudaLaunchKernel")
+    return sum(name.startswith("aten::") and not NO_KERNEL.search(name) for name in names)
 
 
 def card_updates(size, note):

@@ -255,7 +255,7 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "as k1 in the reward, but PPO's clip does not cut it"),
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
-     "for the KL of whole responses, one epoch; least noise"),
+     "for the KL of whole responses; least noise"),
     ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is exact"),
     ("k1", "k1", "", "reward", "for the KL of whole responses, one epoch; as in PPO for RLHF"),
     ("k2", "k2", "", "reward", "never (refused)"),
@@ -393,8 +393,8 @@ def rule_table():
          "`beta_min` (0)",
          f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
          "`kl_coef` in 100 steps",
-         "`dynamic_sound` follows an average, can rise again, and never falls below a tenth of "
-         "`kl_coef`"],
+         "`dynamic_sound` follows an average and can rise again, between a tenth of `kl_coef` and a "
+         "ceiling that sinks from `kl_coef` to that tenth"],
         ["target", "the coefficient times 1.5 if KL > 1.5 · `kl_target`, times 0.75 if KL < 0.5 · "
          "`kl_target`",
          "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "

@@ -447,19 +447,20 @@ class SlicedHead(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         up = torch.zeros_like(log_z) if grad_label is None else grad_label
         up, log_z, e_d = (x[:, None] for x in (up, log_z, e_d))
+        down, narrow = -up, scaled.to(hidden.dtype)
         with starter.matmuls_in(hidden.dtype):
             for part, logits, places, inside in SlicedHead.slices(scaled, weight, labels,
                                                                   ctx.logits_at_once):
                 p = (logits - log_z).exp_()
-                slope = -up  # of the loss by each logit, divided by p
+                slope = down  # of the loss by each logit, divided by p
                 if grad_kl is not None and ref_hidden is not None:
                     d = logits.sub_(ref_scaled @ ref_weight[part].T)
-                    slope = d.sub_(e_d).mul_(grad_kl[:, None]).add_(slope)
+                    slope = d.sub_(e_d).mul_(grad_kl[:, None]).add_(down)
                 grad = p.mul_(slope).scatter_add_(1, places, up * inside)
                 grad = grad.to(hidden.dtype)
                 grad_hidden += grad @ weight[part].to(hidden.dtype)
                 if grad_weight is not None:
-                    grad_weight[part] = grad.T @ scaled.to(hidden.dtype)
+                    grad_weight[part] = grad.T @ narrow
         grad_hidden = (grad_hidden / ctx.temperature).to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
