@@ -2,8 +2,8 @@
 
     python -m lab.bench                     S, M, M-64, L in turns with TRL -> bench_step.csv
     python -m lab.bench --sizes S M --dtype float32 --kl on --steps 10
-    python -m lab.bench --against PATH      in turns with the code of commit 8070d16, of which PATH
-                                            is a git worktree -> bench_versions.csv
+    python -m lab.bench --against PATH      in turns with earlier code, of which PATH is a git
+                                            worktree -> bench_versions.csv
     python -m lab.bench --alone             starter.py without support/, in turns with TRL
                                             -> bench_alone.csv
     python -m lab.bench --phases            each phase alone, beside what the machine can do
@@ -381,7 +381,7 @@ for line in sys.stdin:
     print(json.dumps([seconds, logged["train/response_length"]]), file=answers, flush=True)
 """
 VERSIONS = {  # name: how its process imports bench, options of Ours
-    "old": ("import bench", {}),
+    "old": ("try: from lab import bench\nexcept ImportError: import bench", {}),
     "new": ("from lab import bench", {}),
     "alone": ("from lab import bench", {"plain": True}),
 }
