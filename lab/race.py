@@ -2,8 +2,8 @@
 
     python -m lab.race              on the built-in model: the seeds that results/race.csv does not
                                     hold yet (eight; about four minutes a seed on two quiet cores)
-    python -m lab.race --small      on SmolLM2's addition -> results/race_small.csv (two seeds, some
-                                    twenty minutes each; lab.real_model makes the model)
+    python -m lab.race --small      on SmolLM2's addition -> results/race_small.csv (two seeds, half
+                                    an hour each; lab.real_model makes the model)
     python -m lab.race --table      prints the ratios
     python -m lab.race --figure     draws figures/race.png
 
@@ -237,9 +237,10 @@ def race_table(contest):
         cells = ["", "", "", ""]
         if ratios:
             low, high = bootstrap_interval(ratios)
+            interval = f"{low:.2f} to {high:.2f}" if len(ratios) > 1 else ""
             cells = [f"{statistics.median(ours for ours, _ in both):.1f}",
                      f"{statistics.median(trl for _, trl in both):.1f}",
-                     f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
+                     f"{statistics.median(ratios):.2f}", interval]
         missed = [sum(of_side is None for of_side in side) for side in zip(*times)]
         lines.append([f"{goal:.0%} solved" if goal else f"all {pairs[0][0][-1][0]} steps",
                       str(len(pairs)), *cells, f"{missed[0]} and {missed[1]}"])

@@ -393,8 +393,8 @@ def rule_table():
          "`beta_min` (0)",
          f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
          "`kl_coef` in 100 steps",
-         "`dynamic_sound` follows an average and can rise again, between a tenth of `kl_coef` and a "
-         "ceiling that sinks from `kl_coef` to that tenth"],
+         "`dynamic_sound` follows an average and can rise again, between a tenth of `kl_coef` and "
+         "a ceiling that sinks from `kl_coef` to that tenth"],
         ["target", "the coefficient times 1.5 if KL > 1.5 · `kl_target`, times 0.75 if KL < 0.5 · "
          "`kl_target`",
          "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "
