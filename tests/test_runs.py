@@ -487,6 +487,21 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(checkpoint, tmp_path, undi
     assert crash_test.outcome(tmp_path) == undisturbed("guarded")
 
 
+def test_every_tensor_is_made_whole_where_the_disk_is_full(tmp_path):
+    """Other processes take part in making each tensor whole, and would wait for ever."""
+    def fill(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made_whole = []
+    saving = SimpleNamespace(
+        tensors=lambda: {name: torch.ones(2) for name in "abc"}, state={"step": 1},
+        folder=tmp_path, write_checkpoint=fill,
+        ranks=SimpleNamespace(rank=0, whole=lambda part: made_whole.append(part) or part))
+    with pytest.raises(OSError, match="No space"):
+        starter.Run.save(saving)
+    assert len(made_whole) == 3
+
+
 @slow
 def test_plain_run_on_a_full_disk_can_be_resumed(checkpoint, tmp_path, undisturbed):
     def fill():
