@@ -1517,6 +1517,8 @@ def test_check_log_probs_stops_the_run_of_a_stale_sampler():
         check(rows, 5, None)
     check(rows, 5, None, bf16=True)  # bf16 rounds that much
     check(rows, 5, 0.01, bf16=True)
+    with pytest.raises(RunStopped, match="disagree by 0.01 "):  # differences do not cancel
+        check(rows_with([-1.0, -2.0, 0.0], [-1.01, -1.99, 0.0]), 5, None)
     rows = rows_with([-1.0, -2.0, 0.0], [-1.1, -2.1, 0.0])
     with pytest.raises(RunStopped, match="stale"):  # but it must not grow
         check(rows, 5, 0.01, bf16=True)
@@ -1632,6 +1634,30 @@ def test_old_log_probs_are_those_of_the_first_epoch(checkpoint, tmp_path):
         for (old_log_probs, log_probs, _), (_, first, _) in zip(later_epoch, first_epoch):
             assert torch.equal(old_log_probs, first) and not torch.equal(log_probs, first)
     assert of(result, "train/clip_frac")[0] > 0
+
+
+def test_coefficient_rule_moves_the_coefficient_of_the_next_step(checkpoint, tmp_path):
+    used = []
+    real_update = starter.Run.accumulate
+
+    def update(*args):
+        used.append(args[-1])
+        return real_update(*args)
+
+    with mock.patch.object(starter.Run, "accumulate", update):
+        result = train(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1, n_train_steps=3,
+                       kl_adaptation_method="dynamic", reward_threshold=0.0,
+                       dynamic_beta_decay=0.5)
+    assert used == pytest.approx([0.1, 0.05, 0.025])
+    assert of(result, "adaptive_kl/current_beta") == pytest.approx([0.1, 0.05, 0.025])
+
+
+def test_learning_rate_rises_during_the_warm_up_and_then_stays():
+    def rates(warmup_steps):
+        cfg = SimpleNamespace(learning_rate=2.0, warmup_steps=warmup_steps, n_train_steps=6)
+        return [starter.learning_rate_at(step, cfg) for step in range(1, 7)]
+
+    assert rates(4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0] and rates(0) == [2.0] * 6
 
 
 def test_evaluation_is_of_the_step_that_it_names(checkpoint, tmp_path):

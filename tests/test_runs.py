@@ -1338,6 +1338,22 @@ def test_resume_in_another_precision_measures_the_sampler_anew(checkpoint, tmp_p
     assert seen[0][1] is None and seen[1][1] > 1e-6
 
 
+def test_new_run_from_a_checkpoint_counts_and_adapts_from_its_own_start(checkpoint, tmp_path):
+    given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5,
+                     use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="dynamic",
+                     reward_threshold=0.0, dynamic_beta_decay=0.5)
+    first = run("plain", **given)["run_folder"]
+    folder = run("plain", **given | dict(resume_from=str(first), n_train_steps=4))["run_folder"]
+    logged = scalars(folder)
+    assert logged["adaptive_kl/current_beta"] == pytest.approx({3: 0.1, 4: 0.05})
+    with safetensors.safe_open(folder / "checkpoints" / "step_00000004.safetensors", "pt") as file:
+        state = json.loads(file.metadata()["state"])
+    n_responses = given["rollout_batch_size"]
+    own_tokens = n_responses * sum(logged["train/response_length"].values())
+    assert state["tokens"] == pytest.approx(own_tokens)
+    assert state["seconds"] == pytest.approx(sum(logged["time/total"].values()), rel=1e-4)
+
+
 def test_resume_from_a_finished_run_wants_a_step_of_its_own(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5)
     first = run("plain", **given)["run_folder"]
