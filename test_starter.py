@@ -1600,6 +1600,7 @@ def test_reference_does_not_move_while_the_policy_does(checkpoint, tmp_path):
         before = copy.deepcopy(ref_model.state_dict())
         real_train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model, kl_coef)
         after = ref_model.state_dict()
+        assert not any(parameter.requires_grad for parameter in ref_model.parameters())
         seen["reference"] = [torch.equal(after[name], before[name]) for name in before]
         seen["policy"] = [torch.equal(p, before[name]) for name, p in policy.named_parameters()]
 

@@ -696,6 +696,24 @@ def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path, kind)
     assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [0, 1, 1, 1]
 
 
+def test_step_ends_with_the_epoch_whose_gradient_is_not_finite(checkpoint, tmp_path):
+    real = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def spoil(parameters, norm):
+        parameters = list(parameters)
+        calls.append(norm)
+        if len(calls) == 1:
+            parameters[-1].grad[0] = math.inf
+        return real(parameters, norm)
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", spoil):
+        result = run("plain", **settings(checkpoint, tmp_path, n_train_steps=2,
+                                         epochs_per_rollout=2))
+    assert len(calls) == 1 + 2
+    assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [1, 1]
+
+
 @slow
 @needs_support
 def test_run_stops_after_several_skipped_steps(checkpoint, tmp_path):
@@ -1342,12 +1360,19 @@ def test_new_run_from_a_checkpoint_counts_and_adapts_from_its_own_start(checkpoi
     given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5,
                      use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="dynamic",
                      reward_threshold=0.0, dynamic_beta_decay=0.5)
+    def state_of(folder, step):
+        path = folder / "checkpoints" / f"step_{step:08d}.safetensors"
+        with safetensors.safe_open(path, "pt") as file:
+            return json.loads(file.metadata()["state"])
+
     first = run("plain", **given)["run_folder"]
+    differences = scalars(first)["train/sampler_logprob_diff"]
+    assert state_of(first, 2)["first_difference"] == pytest.approx(differences[1])
+    assert differences[1] != differences[2]
     folder = run("plain", **given | dict(resume_from=str(first), n_train_steps=4))["run_folder"]
     logged = scalars(folder)
     assert logged["adaptive_kl/current_beta"] == pytest.approx({3: 0.1, 4: 0.05})
-    with safetensors.safe_open(folder / "checkpoints" / "step_00000004.safetensors", "pt") as file:
-        state = json.loads(file.metadata()["state"])
+    state = state_of(folder, 4)
     n_responses = given["rollout_batch_size"]
     own_tokens = n_responses * sum(logged["train/response_length"].values())
     assert state["tokens"] == pytest.approx(own_tokens)
