@@ -244,7 +244,7 @@ def console(name):
 # 2. Of verify_kl: what is enumerated.
 
 GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use it
-    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for single tokens"),
+    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for each token's own KL"),
     ("exact", "exact", "reverse", "loss",
      "least noise; its backward pass sums over the vocabulary"),
     ("k1", "k1", "as_written", "loss", "never (refused)"),
@@ -380,7 +380,7 @@ def rule_table():
          "above the threshold the gradient is zero, so it spares the tokens that drifted most",
          "`clip_sound`: the gradient stops growing where a token's log-ratio passes 5 nats"],
         ["sigmoid", "sigmoid(KL - `kl_target`) · KL; default 0.1 nats",
-         "the target has almost no effect: about half of the KL is penalised below it and above it "
+         "the target has almost no effect: about half of the KL is penalised, below it as above it "
          f"(slope of the penalty: {value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats, "
          f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2)",
          "`sigmoid_sound` penalises nothing below the target, and above it what exceeds it"],
