@@ -236,7 +236,7 @@ def console(name):
     if name == "off":  # ten lines: how it begins, one step, how it ends
         report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
         shown = [*lines[began:began + 3], "...", lines[last], lines[last + 1], "...",
-                 *lines[report + 2:report + 5]]
+                 *lines[report + 2:report + 5], "..."]
     return "\n".join(["```text", *shown, "```"])
 
 
