@@ -252,11 +252,11 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
     ("k1", "k1", "reverse", "loss_to_go",
-     "as k1 in the reward, but PPO's clip does not cut it"),
+     "as k1 in the reward; in later epochs with the present KL, not that of the rollout"),
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
      "for the KL of whole responses; least noise"),
-    ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is exact"),
+    ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is better in the first epoch"),
     ("k1", "k1", "", "reward", "for the KL of whole responses, one epoch; as in PPO for RLHF"),
     ("k2", "k2", "", "reward", "never (refused)"),
     ("k3", "k3", "", "reward", "never (refused)"),
@@ -391,10 +391,10 @@ def rule_table():
         ["dynamic", "the coefficient times `dynamic_beta_decay` (0.9) after each step with a mean "
          "reward above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is "
          "`beta_min` (0)",
-         f"the coefficient only falls: noise of the reward brings it to {100 * left:.0f} % of "
-         "`kl_coef` in 100 steps",
-         "`dynamic_sound` follows an average and can rise again, between a tenth of `kl_coef` and "
-         "a ceiling that sinks from `kl_coef` to that tenth"],
+         "the coefficient only falls: with a mean reward of 0.75, below the threshold, noise alone "
+         f"brings it to {100 * left:.0f} % of `kl_coef` in 100 steps",
+         "`dynamic_sound` follows an average of the reward, and can rise again. Its floor is a "
+         "tenth of `kl_coef`; its ceiling sinks to that floor in `beta_schedule_steps`"],
         ["target", "the coefficient times 1.5 if KL > 1.5 · `kl_target`, times 0.75 if KL < 0.5 · "
          "`kl_target`",
          "falls while nothing has drifted yet; then the KL overshoots, in a simulation to "
