@@ -714,6 +714,16 @@ def test_step_ends_with_the_epoch_whose_gradient_is_not_finite(checkpoint, tmp_p
     assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [1, 1]
 
 
+@needs_support
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
+def test_time_limit_leaves_no_timer_and_the_handler_that_was_there():
+    before = signal.getsignal(signal.SIGALRM)
+    with runs.time_limit(60):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
 @slow
 @needs_support
 def test_run_stops_after_several_skipped_steps(checkpoint, tmp_path):
