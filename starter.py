@@ -1253,6 +1253,12 @@ class KLSettings:
         return next((part for part in self.adaptation.split("+") if part in rules), None)
 
     @property
+    def has_ratio(self):
+        """Whether the gradient of the KL has the factor pi / old."""
+        of_token = self.estimator != "exact" and self.gradient == "reverse"
+        return self.placement == "loss_to_go" or (self.placement == "loss" and of_token)
+
+    @property
     def log_ratio_cap(self):
         clipped = self.rule_among(TERM_RULES) == "clip_sound"
         return self.clip_threshold if clipped else math.inf
@@ -1363,7 +1369,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_k
         "kl_per_token": shown["exact"],
         "kl_k1": shown["k1"], "kl_k2": shown["k2"], "kl_k3": shown["k3"],
         "adaptive_kl/adapted_kl": adapted,
-        "kl_capped_frac": (ratio_to_old > kl.ratio_cap) | (d.abs() > kl.log_ratio_cap),
+        "kl_capped_frac": (kl.has_ratio & (ratio_to_old > kl.ratio_cap)
+                           | (d.abs() > kl.log_ratio_cap)),
     }
 
 

@@ -565,10 +565,16 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
     found = metadata_of(exact_kl=torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99]]))
     assert found["kl_per_token"] == 4.5 and found["kl_penalty_mean"] == found["kl_k3"]
     for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 3 / 8),
+                       (KLSettings("k1", placement="loss_to_go", ratio_cap=1.2), 3 / 8),
+                       (KLSettings("k1", gradient="as_written", ratio_cap=1.2), 0),
+                       (KLSettings("k1", placement="reward", ratio_cap=1.2), 0),
                        (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 3 / 8)):
         found = metadata_of(kl)
         assert found["kl_capped_frac"] == pytest.approx(capped)
         assert found["kl_penalty_mean"] == found["kl_k1"] != found["kl_k3"]
+    for placement, capped in (("loss", 0), ("loss_to_go", 3 / 8)):
+        kl = KLSettings("exact", placement=placement, ratio_cap=1.2)
+        assert metadata_of(kl, torch.ones(2, 5))["kl_capped_frac"] == pytest.approx(capped)
 
 
 @pytest.mark.slow

@@ -276,7 +276,8 @@ STARTER = [
         ("capped = ratio_to_old.clamp(max=kl.ratio_cap)", "capped = ratio_to_old"),
         ('"kl_penalty_mean": shown[kl.estimator]', '"kl_penalty_mean": shown["k3"]'),
         ('"kl_per_token": shown["exact"]', '"kl_per_token": shown["k2"]'),
-        ("(ratio_to_old > kl.ratio_cap) | (d.abs()", "(ratio_to_old > 1) | (d.abs()"),
+        ("(kl.has_ratio & (ratio_to_old > kl.ratio_cap)", "(kl.has_ratio & (ratio_to_old > 1)"),
+        ("(kl.has_ratio & (ratio_to_old > kl.ratio_cap)", "((ratio_to_old > kl.ratio_cap)"),
     ]),
     Section("starter.py", ALGORITHM, [  # the loss of a microbatch
         ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),

@@ -252,7 +252,7 @@ GRADIENT_ROWS = [  # what is shown, estimator, gradient, placement, where to use
      "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
     ("k1", "k1", "reverse", "loss_to_go",
-     "as k1 in the reward; in later epochs with the present KL, not that of the rollout"),
+     "the same as k1 in the reward, but later epochs use the present policy's KL"),
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go",
      "for the KL of whole responses; least noise"),
@@ -383,11 +383,11 @@ def rule_table():
          "the target has almost no effect: about half of the KL is penalised, below it as above it "
          f"(slope of the penalty: {value('slope', 'sigmoid', 'KL 0,'):.3f} at 0 nats, "
          f"{value('slope', 'sigmoid', 'KL 0.2'):.3f} at 0.2)",
-         "`sigmoid_sound` penalises nothing below the target, and above it what exceeds it"],
+         "`sigmoid_sound` penalises almost nothing below the target, and above it what exceeds it"],
         ["length_normalized", "KL / tokens of the response",
          "with `kl_in = \"reward\"` it makes the model write longer responses: "
          f"from 5 to {own_length:.0f} tokens in our test",
-         "none, or `length_normalized_sound`, which divides by `max_new_tokens`"],
+         "none (`length_normalized_sound` divides by `max_new_tokens`, like a smaller `kl_coef`)"],
         ["dynamic", "the coefficient times `dynamic_beta_decay` (0.9) after each step with a mean "
          "reward above `reward_threshold` (0.8); after `beta_schedule_steps` (1000) it is "
          "`beta_min` (0)",

@@ -487,6 +487,15 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(checkpoint, tmp_path, undi
     assert crash_test.outcome(tmp_path) == undisturbed("guarded")
 
 
+@needs_support
+def test_checksums_of_deleted_checkpoints_are_deleted(checkpoint, tmp_path):
+    result = run("guarded", **settings(checkpoint, tmp_path, save_every=1))
+    folder = result["run_folder"] / "checkpoints"
+    assert {path.stem for path in folder.glob("*.safetensors")} == {"step_00000003",
+                                                                    "step_00000004"}
+    assert "step_00000001" not in {path.stem for path in folder.glob("*.sha256")}
+
+
 def test_every_tensor_is_made_whole_where_the_disk_is_full(tmp_path):
     """Other processes take part in making each tensor whole, and would wait for ever."""
     def fill(*_):
@@ -555,6 +564,34 @@ def test_run_survives_the_loss_of_its_folder(checkpoint, tmp_path, undisturbed, 
 def weights_of(folder):
     policy, _ = starter.init_policy(folder, "cpu")
     return torch.cat([parameter.flatten() for parameter in policy.parameters()])
+
+
+@needs_support
+def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint):
+    policy, start = (starter.init_policy(str(checkpoint), "cpu")[0] for _ in range(2))
+    with torch.no_grad():
+        for parameter in policy.base_model.layers.parameters():
+            parameter.mul_(1.3)
+    responses = [starter.Response([1, 2, 3], [10, 11, 12], [-1.0] * 3, True),
+                 starter.Response([4], [13, 14], [-1.0] * 2, True)]
+    cfg = SimpleNamespace(seed=0, max_new_tokens=4, temperature=0.7, stop_token_ids=(0,),
+                          bf16=False, max_tokens_per_microbatch=100)
+    parts = starter.Parts(starter.PLAIN, starter.OneProcess(), None)
+    problems = [{"prompt_ids": response.prompt_ids} for response in responses]
+    with mock.patch.object(starter, "rollout", return_value=responses), torch.no_grad():
+        measured = runs.measure_kl(policy, start, None, problems, cfg, parts)
+    of_token = {int(token): (kl, int(place)) for kl, place, token in measured.T.tolist()}
+    assert len(of_token) == 5
+    for prompt_ids, ids, *_ in responses:
+        both = [model(torch.tensor([prompt_ids + ids])).logits[0].detach().double() / 0.7
+                for model in (policy, start)]
+        log_p, log_q = (logits.log_softmax(dim=1) for logits in both)
+        kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+        for place, token in enumerate(ids):
+            at = len(prompt_ids) - 1 + place
+            assert of_token[token] == (pytest.approx(kl[at].item(), rel=1e-4), place)
+            assert kl[at] > 1e-4
+
 
 
 @needs_support
