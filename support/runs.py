@@ -682,14 +682,13 @@ class GuardedRun(starter.Run):
 
     def save(self):
         """A disk that refuses costs one line and this checkpoint, not the run."""
-        from safetensors import SafetensorError
         try:
             if self.ranks.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)  # should it have vanished
                 self.write_settings()
             super().save()
             self.saved = self.state["step"]
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 (self.folder / "checkpoints" / "unfinished").unlink()
             print(f"Warning: no checkpoint of step {self.state['step']}: {error}; the one before "

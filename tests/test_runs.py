@@ -487,6 +487,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(checkpoint, tmp_path, undi
     assert crash_test.outcome(tmp_path) == undisturbed("guarded")
 
 
+@slow
 @needs_support
 def test_checksums_of_deleted_checkpoints_are_deleted(checkpoint, tmp_path):
     result = run("guarded", **settings(checkpoint, tmp_path, save_every=1))
