@@ -126,6 +126,7 @@ def test_file_alone_trains_with_vllm(alone, checkpoint):
     assert len(log["time/sync"]) == 6
 
 
+@pytest.mark.slow
 def test_file_alone_trains_the_small_pretrained_model(alone):
     done = run(alone, "starter.py")  # ENVIRONMENT allows no network: it cannot be fetched here
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -56,6 +56,7 @@ starter.main(**given | dict(n_train_steps=3, resume=True))
 """
 
 
+@pytest.mark.slow
 def test_run_saves_and_resumes_without_what_windows_lacks(checkpoint, tmp_path):
     done = run_python(AS_ON_WINDOWS + TRAIN, checkpoint, tmp_path, REPOSITORY,
                       REPOSITORY / "tests")

@@ -258,6 +258,7 @@ def test_several_ranks_refuse_a_model_that_the_fast_path_does_not_fit():
 # --------------------------------------------------------------------------------------------------
 # Two processes
 
+@pytest.mark.slow
 def test_gradient_of_two_ranks_is_that_of_one_process(tmp_path):
     """Ragged responses with a reference, tied and untied heads, layers gathered one by one and
     together, and ranks with different numbers of microbatches."""
