@@ -618,6 +618,8 @@ SUPPORT = [
         ('        raise AttributeError("the formula does not count experts")\n', "        pass\n"),
     ]),
     Section("support/runs.py", INPUTS, [  # settings
+        ('if self.state.get("start", start) != start:', "if False:"),
+        ('if self.state.get("problems", known) != known:', "if False:"),
         ("and not isinstance(value, bool) and -1e300", "and -1e300"),
         ("is_number(value, int) and low <= value", "is_number(value) and low <= value"),
         ("and values[0] <= 0.99", "and values[0] <= 99"),
@@ -668,8 +670,6 @@ SUPPORT = [
          "    def end_of_step(self):\n"),
         ("            except Exception:\n                finished",
          "            except ZeroDivisionError:\n                finished"),
-        ('if self.state.get("start", start) != start:', "if False:"),
-        ('if self.state.get("problems", known) != known:', "if False:"),
         ("if self.ranks.world > 1 or not is_out_of_memory(error):",
          "if self.ranks.world > 1:"),
         ("            policy.zero_grad()\n            micro", "            micro"),
