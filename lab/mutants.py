@@ -340,8 +340,10 @@ def write_results(rows, faults):
 
 
 def mutants_table():
-    """Planted faults by file, how many were caught, and those that were not, as markdown."""
+    """Planted faults by file, how many were caught, those that were not, and how many of the list
+    were not tried with the present tests, as markdown."""
     rows = list(read_results().values())
+    left = len({fault.key for fault in all_faults()} - set(read_results()))
     lines = ["| file | planted | caught |", "| --- | --- | --- |"]
     for file in dict.fromkeys(row["file"] for row in rows):
         of_file = [row for row in rows if row["file"] == file]
@@ -351,6 +353,8 @@ def mutants_table():
               for row in rows if row["caught_by"] == ""]
     if missed:
         lines += ["", f"Not caught: {'; '.join(missed)}."]
+    if left:
+        lines += ["", f"{left} more faults of the list were not tried yet with the present tests."]
     return "\n".join(lines)
 
 
