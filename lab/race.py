@@ -49,7 +49,7 @@ class Contest(NamedTuple):
 TINY = Contest("race", starter.TINY, lambda: starter.find_model("tiny"), range(8),
                (0.70, 0.75, 0.80), (256, 128, 64))
 SMALL = Contest("race_small", starter.SMALL, lambda: real_model.model_folder(real_model.CACHE),
-                range(2), (0.50, 0.60, 0.70), (128, 64, 32))
+                range(2), (0.50, 0.60, 0.70), (128, 64, 32, 16))
 EVALUATE_EVERY = 5
 COLUMNS = ["side", "seed", "step", "seconds", "solved", "rows_at_once", "commit", "machine"]
 
