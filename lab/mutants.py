@@ -354,7 +354,7 @@ def mutants_table():
     if missed:
         lines += ["", f"Not caught: {'; '.join(missed)}."]
     if left:
-        lines += ["", f"{left} more faults of the list were not tried yet with the present tests."]
+        lines += ["", f"Of the list, not tried yet with the present tests: {left}."]
     return "\n".join(lines)
 
 

@@ -69,5 +69,8 @@ def test_faults_are_caught_by_tests_and_harmless_changes_survive(tmp_path, monke
     shown = capsys.readouterr().out
     assert "can catch none: tests/test_first.py::test_fails_anyway" in shown
     assert "3 of 4 planted faults caught" in shown
+    not_tried = Fault("starter.py", "LAST", "FIRST")
+    monkeypatch.setattr(mutants, "all_faults", lambda: [*faults, not_tried])
     assert mutants.mutants_table().splitlines()[2:] == [
-        "| starter.py | 4 | 3 |", "", "Not caught: `NAME = 'twice'` → `NAME = 'double'`."]
+        "| starter.py | 4 | 3 |", "", "Not caught: `NAME = 'twice'` → `NAME = 'double'`.",
+        "", "Of the list, not tried yet with the present tests: 1."]
