@@ -594,7 +594,6 @@ def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint):
             assert kl[at] > 1e-4
 
 
-
 @needs_support
 @pytest.mark.parametrize("with_kl", [True, pytest.param(False, marks=slow)])
 def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path, capsys, with_kl):
@@ -1408,6 +1407,7 @@ def test_new_run_from_a_checkpoint_counts_and_adapts_from_its_own_start(checkpoi
     given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5,
                      use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="dynamic",
                      reward_threshold=0.0, dynamic_beta_decay=0.5)
+
     def state_of(folder, step):
         path = folder / "checkpoints" / f"step_{step:08d}.safetensors"
         with safetensors.safe_open(path, "pt") as file:
