@@ -691,7 +691,8 @@ SUPPORT = [
          'if name.startswith("retention_") and metrics[name] < first[name] - 0.5]'),
         ("if self.ranks.rank == 0 and problems.skills:", "if False:"),
         ("nats = key.bincount(kl[0]).tolist()", "nats = key.bincount(kl[2]).tolist()"),
-        ("if forgot and not self.cfg.use_kl_penalty and", "if not self.cfg.use_kl_penalty and"),
+        ("if forgot and not cfg.use_kl_penalty and", "if not cfg.use_kl_penalty and"),
+        ("not cfg.use_kl_penalty and not collapsed:", "not cfg.use_kl_penalty:"),
         ("if now < before - 0.1:", "if False:"),
         ('"tenth")\n        return signs\n', '"tenth")\n'),
         ('if metrics.get("truncated_frac") == 1:', 'if metrics.get("truncated_frac", 1) > 0:'),
@@ -704,7 +705,6 @@ SUPPORT = [
     ]),
     Section("support/runs.py", "tests/test_runs.py", [
         ("            if old.stem not in known and old != checksum:\n", "            if False:\n"),
-        ("self.folder.mkdir(parents=True, exist_ok=True)  # should", "pass  # should"),
         ("if copied.is_file() and copied.read_bytes() != now:", "if False:"),
         ("                self.writer = None\n                then", "                then"),
     ], slow="checksums_of_deleted or loss_of_its_folder or changed_script"),
@@ -731,6 +731,9 @@ SUPPORT = [
     Section("support/tiny.py", "tests/test_portability.py", [
         ("if not os.access(folder.parent, os.W_OK):", "if False:"),
     ]),
+    Section("support/ranks.py", "tests/test_ranks.py", [
+        ('if compute.name != "fast":', "if False:"),
+    ]),
     Section("support/ranks.py", "tests/test_gpu.py", [
         ("datetime.timedelta(hours=1)", "datetime.timedelta(minutes=10)"),
     ]),
@@ -750,9 +753,6 @@ SUPPORT = [
         ("range(max(map(len, cuts)) - len(own))", "range(0)"),
         ("return distribute_tensor(tensor, parameter",
          "return distribute_tensor(torch.zeros_like(tensor), parameter"),
-        ('if compute.name != "fast":', "if False:"),
-        ("            return tensor\n        from torch",
-         "            return 0 * tensor\n        from torch"),
     ], slow="two_ranks and not vllm"),
     Section("starter.py", "tests/test_ranks.py", [
         ("parts.ranks.gather(list(zip(texts, values)))",

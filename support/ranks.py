@@ -186,7 +186,5 @@ class Ranks(starter.OneProcess):
         return whole(tensor)
 
     def sharded_like(self, tensor, parameter):
-        if not hasattr(parameter, "full_tensor"):
-            return tensor
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)

@@ -684,7 +684,6 @@ class GuardedRun(starter.Run):
         """A disk that refuses costs one line and this checkpoint, not the run."""
         try:
             if self.ranks.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)  # should it have vanished
                 self.write_settings()
             super().save()
             self.saved = self.state["step"]
@@ -958,16 +957,23 @@ class GuardedRun(starter.Run):
             (self.folder / "model" / "retention.jsonl").write_text("".join(lines), "utf-8")
         self.log_hparams(result)
         text += "\n" + pictures.draw(self, kl, tokenizer)
-        forgot = [name for name in result["after"] if name.startswith("retention_")
-                  and result["after"][name] < result["before"][name] - 0.05]
-        if result["kl_per_token"] > 0.2 and not self.cfg.use_kl_penalty:
-            text += ("\nthe policy is far from the start, above 0.2 nats per token; a lower "
+        return "\n".join([text, *advice(result, self.cfg)])
+
+
+def advice(result, cfg):
+    """What the outcome of a run without a KL penalty suggests for the next one, in lines."""
+    before, after = result["before"], result["after"]
+    forgot = any(name.startswith("retention_") and after[name] < before[name] - 0.05
+                 for name in after)
+    collapsed = after["solved"] < before["solved"] - 0.1  # then the learning rate comes first
+    lines = []
+    if result["kl_per_token"] > 0.2 and not cfg.use_kl_penalty:
+        lines.append("the policy is far from the start, above 0.2 nats per token; a lower "
                      "learning_rate or use_kl_penalty = True keeps it nearer")
-        collapsed = result["after"]["solved"] < result["before"]["solved"] - 0.1
-        if forgot and not self.cfg.use_kl_penalty and not collapsed:
-            text += ("\nto keep the other skills, set use_kl_penalty = True "
+    if forgot and not cfg.use_kl_penalty and not collapsed:
+        lines.append("to keep the other skills, set use_kl_penalty = True "
                      "(README_KL.md: how to choose kl_coef)")
-        return text
+    return lines
 
 
 def debug_numbers(microbatches, log_probs, ranks):

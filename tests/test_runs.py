@@ -637,6 +637,28 @@ def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, tmp_path,
 
 
 @needs_support
+@pytest.mark.parametrize("given, used", [(100_000, "halved"), (50_000, 50_000)])
+def test_resumed_run_keeps_smaller_microbatches_until_a_number_is_given(checkpoint, tmp_path, given,
+                                                                        used):
+    """Memory was short in step 1. Only the number that turned out too large is replaced."""
+    def no_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    seen = []
+    with at_call(starter, "grpo_microbatch_step", 1, no_memory):
+        run(**settings(checkpoint, tmp_path, n_train_steps=1, max_tokens_per_microbatch=100_000))
+    real = runs.GuardedRun.open
+    with mock.patch.object(runs.GuardedRun, "open", lambda self, *models: (
+            seen.append((self.state["max_tokens"], self.cfg.max_tokens_per_microbatch)),
+            real(self, *models))):
+        run(**settings(checkpoint, tmp_path, n_train_steps=2, resume=True,
+                       max_tokens_per_microbatch=given))
+    (halved, now), = seen
+    assert halved < 50_000
+    assert now == (halved if used == "halved" else used)
+
+
+@needs_support
 def test_lack_of_memory_for_one_response_stops_the_run(checkpoint, tmp_path):
     def no_memory():
         starter.grpo_microbatch_step = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out"))
@@ -1258,6 +1280,24 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
     assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["forgotten"]
+
+
+@needs_support
+def test_report_advises_what_fits_the_outcome():
+    cfg = SimpleNamespace(use_kl_penalty=False)
+
+    def advice(kl=0.1, solved=0.6, sort=0.9):
+        return runs.advice({"before": dict(solved=0.3, retention_sort=0.9), "kl_per_token": kl,
+                            "after": dict(solved=solved, retention_sort=sort)}, cfg)
+
+    assert advice() == []
+    [far] = advice(kl=0.3)
+    assert "above 0.2 nats" in far
+    [forgot] = advice(sort=0.8)
+    assert "to keep the other skills, set use_kl_penalty = True" in forgot
+    assert advice(solved=0.1, sort=0.2) == []  # it collapsed: the penalty is not the first remedy
+    cfg.use_kl_penalty = True
+    assert advice(kl=0.3, sort=0.8) == []
 
 
 @needs_support

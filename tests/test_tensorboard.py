@@ -77,15 +77,22 @@ def test_debug_tags_describe_the_log_probs(penalised, free):
     assert logged["debug/ref_logp_mean"][1] == pytest.approx(logged["debug/policy_logp_mean"][1])
 
 
-def test_debug_numbers_match_those_computed_by_hand():
+class TwoAlike(starter.OneProcess):
+    """Two processes with the same numbers: sums are twice as large, the largest is the same."""
+    def total(self, numbers, largest=()):
+        return {name: x if name in largest else 2 * x for name, x in numbers.items()}
+
+
+@pytest.mark.parametrize("ranks", [starter.OneProcess(), TwoAlike()])
+def test_debug_numbers_match_those_computed_by_hand(ranks):
     rows = [{"response_mask": torch.tensor([[True, False], [True, True]]),
              "ref_log_probs": torch.tensor([[-1.0, 9.0], [-2.0, -3.0]])}]
-    now = [torch.tensor([[-1.5, 9.0], [-2.0, -2.0]])]
-    numbers = runs.debug_numbers(rows, now, starter.OneProcess())
-    k3 = [math.exp(0.5) - 1 - 0.5, 0.0, math.exp(-1) - 1 + 1]
+    now = [torch.tensor([[-1.5, 9.0], [-2.1, -2.0]])]
+    numbers = runs.debug_numbers(rows, now, ranks)
+    k3 = [math.exp(0.5) - 1 - 0.5, math.exp(0.1) - 1 - 0.1, math.exp(-1) - 1 + 1]
     assert numbers == pytest.approx({
-        "policy_logp_mean": -5.5 / 3, "ref_logp_mean": -2.0, "kl_mean": sum(k3) / 3,
-        "kl_max": max(k3), "kl_min": 0.0}, abs=1e-6)
+        "policy_logp_mean": -5.6 / 3, "ref_logp_mean": -2.0, "kl_mean": sum(k3) / 3,
+        "kl_max": max(k3), "kl_min": min(k3)}, abs=1e-6)
 
 
 def test_samples_show_prompt_response_reward_and_expected_answer(free):
