@@ -165,16 +165,15 @@ def random_countdown(rng, n_numbers, max_number):
     """Returns (numbers, target, solution). Random operations on the numbers give the target, so
     that a solution exists. Intermediate results are whole and not negative."""
     numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
-    pool = [(Fraction(number), str(number)) for number in numbers]
+    pool = [(number, str(number)) for number in numbers]
     while len(pool) > 1:
         a, a_text = pool.pop(rng.randrange(len(pool)))
         b, b_text = pool.pop(rng.randrange(len(pool)))
-        results = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else Fraction(-1)}
-        allowed = [op for op, x in results.items() if x >= 0 and x.denominator == 1]
-        op = rng.choice(allowed)
+        results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}
+        op = rng.choice([op for op, x in results.items() if x >= 0])
         pool.append((results[op], f"({a_text}{op}{b_text})"))
     target, solution = pool[0]
-    return numbers, int(target), solution[1:-1]
+    return numbers, target, solution[1:-1]
 
 
 def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=COUNTDOWN_PROMPT):
@@ -717,7 +716,8 @@ def rollout(policy, llm, prompts, sampling, parts):
 # 5. Reward.  Response text, problem -> 1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
 #
 # To use another reward, write a function (response_text, problem) -> number and give it to main(),
-# or several with their weights: reward=[(reward_fn, 1.0), (brevity, 0.1)].
+# or several with their weights: reward=[(reward_fn, 1.0), (brevity, 0.1)]. The weighted sum is what
+# is learnt; the first of them says whether a response is solved (1 or more).
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub,
               ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -846,8 +846,8 @@ def weighted(reward):
 
 
 def score(responses, problems, tokenizer, reward, parts):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards, and for the log the
-    mean of each reward where there are several."""
+    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards, (P * G,) whether each
+    is solved, and for the log the mean of each reward where there are several."""
     group_size = len(responses) // len(problems)
     rewards = weighted(reward)
     pairs = [(response, problems[i // group_size]) for i, response in enumerate(responses)]
@@ -862,7 +862,7 @@ def score(responses, problems, tokenizer, reward, parts):
     total = (values * torch.tensor([float(weight) for _, weight in rewards])).sum(dim=1)
     means = {f"reward/{describe(function)}": mean
              for (function, _), mean in zip(rewards, values.mean(dim=0).tolist())}
-    return texts, total, means if len(rewards) > 1 else {}
+    return texts, total, values[:, 0] >= 1, means if len(rewards) > 1 else {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1122,12 +1122,9 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
 def masked_mean(tensor, mask, dim=None):
     """Mean where the mask is 1, over dim or over everything; 0 where the mask is empty. Masked
     entries may be nan or inf, so they are replaced and not multiplied by 0."""
-    mask = mask.bool().expand_as(tensor)
+    tensor, mask = torch.broadcast_tensors(tensor, mask.bool())
     kept = torch.where(mask, tensor, torch.zeros_like(tensor))
-    counts = mask.to(tensor.dtype)
-    if dim is None:
-        return kept.sum() / counts.sum().clamp(min=1)
-    return kept.sum(dim) / counts.sum(dim).clamp(min=1)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
@@ -1369,7 +1366,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_k
         "kl_per_token": shown["exact"],
         "kl_k1": shown["k1"], "kl_k2": shown["k2"], "kl_k3": shown["k3"],
         "adaptive_kl/adapted_kl": adapted,
-        "kl_capped_frac": (kl.has_ratio & (ratio_to_old > kl.ratio_cap)
+        "kl_capped_frac": ((ratio_to_old > kl.ratio_cap) & kl.has_ratio
                            | (d.abs() > kl.log_ratio_cap)),
     }
 
@@ -1579,7 +1576,7 @@ def responses_for_check(prompts, max_new_tokens, vocabulary):
 
 
 # Nats per token by which a sampler in float32 may differ. GPUs multiply in TF32 in places.
-FLOAT32_LIMIT = defaultdict(lambda: 1e-2, cpu=1e-3)
+FLOAT32_LIMIT = {"cpu": 1e-3, "cuda": 1e-2, "mps": 1e-2}
 SCORING_TOLERANCE = 1e-4  # of a log-prob, relative to the standard deviation of the logits
 
 
@@ -1663,16 +1660,16 @@ def evaluate(policy, llm, tokenizer, problems, cfg, parts):
     prompts = [problem["prompt_ids"] for problem in problems.held_out + problems.skills]
     responses = rollout(policy, llm, prompts, sampling, parts)
     n = len(problems.held_out)
-    texts, rewards, reward_means = score(responses[:n], problems.held_out, tokenizer, cfg.reward,
-                                         parts)
-    metrics = {"solved": (rewards >= 1).float().mean().item(),
+    texts, rewards, solved, reward_means = score(responses[:n], problems.held_out, tokenizer,
+                                                 cfg.reward, parts)
+    metrics = {"solved": solved.float().mean().item(),
                "reward_mean": rewards.mean().item(), **reward_means,
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n}
     if problems.skills:
-        _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn, parts)
+        _, _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn, parts)
         for skill in sorted({problem["skill"] for problem in problems.skills}):
             of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
-            metrics[f"retention_{skill}"] = (right[of_skill] == 1).float().mean().item()
+            metrics[f"retention_{skill}"] = right[of_skill].float().mean().item()
     return metrics, list(zip(problems.held_out, texts, rewards.tolist()))[:3]
 
 
@@ -1695,7 +1692,9 @@ KL_NAMES = ["kl_coef", "kl_estimator", "kl_gradient", "kl_in", "kl_adaptation_me
 
 def nearest(value, options):
     """Returns a remedy: the option that was probably meant, or all of them."""
-    near = difflib.get_close_matches(str(value).lower(), options, n=1)
+    value = str(value).lower()
+    near = difflib.get_close_matches(value, options, n=1)
+    near = near or [option for option in options if value and option.startswith(value)]
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, options))}"
 
 
@@ -2034,8 +2033,8 @@ class Run:
             if self.checkpoint is None:
                 raise InputError(f"resume_from = {str(origin)!r} has no checkpoint; give the "
                                  "folder of a run that has saved one")
-            self.state = {name: self.state[name] for name in (*FIRST_STATE, "parts")} | {
-                "kl": None, "log_sizes": {}, "tokens": 0, "seconds": 0.0}
+            self.state = FIRST_STATE | {name: self.state[name] for name in (
+                "step", "skipped", "first_difference", "parts")}
 
     def find_run(self):
         """Finds the folder of the run to resume, and compares its settings with the present."""
@@ -2328,7 +2327,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                                     sampling_for(cfg, step, cfg.group_size), parts)
 
             # 2. Score them. Only differences within a group matter from here on.
-            texts, rewards, reward_means = score(responses, asked, tokenizer, cfg.reward, parts)
+            texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward, parts)
             advantages, metrics = compute_group_normalized_advantages(
                 rewards, cfg.group_size, ADVANTAGE_EPS, cfg.normalize_by_std)
 
@@ -2371,6 +2370,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, parts, ref_model=Non
                     break
                 if ref_model is not None:
                     metrics["adaptive_kl/current_beta"] = controller.beta
+                    # For the next optimiser step, which may learn from this same rollout.
                     controller.update(means["kl_per_token"].item(), metrics["reward_mean"])
 
         # 5. Log and save.
@@ -2477,7 +2477,8 @@ def main(
     task="countdown",  # TINY: "countdown_small"
     dataset=None,  # "user/name" on the Hugging Face hub, instead of task
     eval_file=None,  # JSONL of held-out problems; None: a quarter of the others
-    # (response_text, problem) -> number; 1 or more is "solved". Or a list of (function, weight).
+    # (response_text, problem) -> number; 1 or more is "solved". Or a list of (function, weight), of
+    # which the first says what is solved.
     reward=reward_fn,
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
@@ -2643,7 +2644,7 @@ def settings_from(arguments):
         description="Any parameter of main() can be given. On a CPU the built-in model has the "
                     "values of TINY.")
     for name, parameter in parameters.items():
-        if not callable(parameter.default):
+        if name != "reward":  # functions
             is_switch = isinstance(parameter.default, bool)  # --use_kl_penalty alone is True
             parser.add_argument(f"--{name}", type=functools.partial(value_of, parameter.default),
                                 nargs="?" if is_switch else None, const=True if is_switch else None,
@@ -2800,7 +2801,6 @@ def show_one_sentence(kind, error, trace):
 
 
 if __name__ == "__main__":
-    sys.modules["starter"] = sys.modules["__main__"]  # support/ imports this very module
     sys.excepthook = show_one_sentence
     warnings.filterwarnings("ignore", category=FutureWarning)
     given = settings_from(sys.argv[1:])

@@ -128,7 +128,7 @@ RECIPES = {
                 with timed(seconds, "rollout"):
                     sampled = rollout(policy, llm, prompts, sampling_for(
                         cfg, f"{step} {draw}", cfg.group_size), parts)
-                _, rewards, _ = score(sampled, drawn, tokenizer, cfg.reward, parts)
+                _, rewards, *_ = score(sampled, drawn, tokenizer, cfg.reward, parts)
                 for i, of_group in enumerate(rewards.split(cfg.group_size)):
                     own = sampled[i * cfg.group_size:(i + 1) * cfg.group_size]
                     groups.append((bool((of_group == of_group[0]).all()), drawn[i], own))

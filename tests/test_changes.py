@@ -69,8 +69,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
 
 TOKEN_RATIO = "torch.exp(policy_log_probs - old_log_probs)"
-SEQUENCE_RATIO = ("torch.exp(masked_mean(policy_log_probs - old_log_probs, mask, dim=1))[:, None]"
-                  ".expand_as(mask)")
+SEQUENCE_RATIO = "torch.exp(masked_mean(policy_log_probs - old_log_probs, mask, dim=1))[:, None]"
 
 
 def with_ratio(text, ratio):

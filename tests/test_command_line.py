@@ -40,7 +40,8 @@ def test_argument_is_not_executed():
 @pytest.mark.parametrize("arguments, sentence", [
     (["--lerning_rate", "1e-4"], "--lerning_rate is not an argument; did you mean "
                                  "'learning_rate'?"),
-    (["--learning", "1e-4"], "--learning is not an argument"),
+    (["--learning", "1e-4"], "--learning is not an argument; did you mean 'learning_rate'?"),
+    (["--n_eval", "16"], "--n_eval is not an argument; did you mean 'n_eval_problems'?"),
     (["50"], "50 is not an argument"),
     (["--reward", "print"], "--reward is not an argument"),
     (["--seed"], "argument --seed: expected one argument; --help lists the parameters"),
@@ -60,6 +61,17 @@ def test_help_lists_every_parameter_with_its_comment(capsys):
         if not callable(parameter.default):
             assert f"--{name} " in printed
     assert "responses to one prompt" in " ".join(printed.split())
+
+
+def test_functions_as_defaults_are_no_arguments_and_other_texts_replace_them(monkeypatch):
+    """Somebody has edited main(): two rewards, and a task of their own."""
+    def main(reward=[(starter.reward_fn, 1.0)], task=starter.countdown_problems):  # comment
+        pass
+
+    monkeypatch.setattr(starter, "main", main)
+    assert starter.settings_from(["--task", "countdown"]) == {"task": "countdown"}
+    with pytest.raises(InputError, match="--reward is not an argument"):
+        starter.settings_from(["--reward", "print"])
 
 
 def test_program_with_a_wrong_argument_ends_in_one_line():

@@ -264,13 +264,25 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
 
     run = type("RunWithoutGuards", (), {"reward_of": staticmethod(starter.reward_of)})
     parts = starter.Parts(starter.PLAIN, starter.OneProcess(), run)
-    texts, rewards, _ = starter.score(responses, problems, tokenizer, reward, parts)
+    texts, rewards, solved, _ = starter.score(responses, problems, tokenizer, reward, parts)
     assert texts == list("xyzuvw")
     assert rewards.tolist() == [1, 1, 1, 2, 3, 2] and rewards.dtype == torch.float32
+    assert solved.all()
     weighted = [(reward, 0.5), (lambda text, problem: ord(text) - ord("u"), 2.0)]
-    _, rewards, means = starter.score(responses, problems, tokenizer, weighted, parts)
+    _, rewards, _, means = starter.score(responses, problems, tokenizer, weighted, parts)
     assert rewards.tolist() == [0.5 + 6, 0.5 + 8, 0.5 + 10, 1.0, 1.5 + 2, 1.0 + 4]
     assert means == pytest.approx({"reward/reward": 10 / 6, "reward/<lambda>": 15 / 6})
+
+
+def test_first_of_several_rewards_says_what_is_solved():
+    """A penalty for length does not turn a right response into one that is not solved."""
+    tokenizer = make_tokenizer()
+    responses = [Response([0], tokenizer(text)["input_ids"], [], True) for text in ("x", "y")]
+    run = type("RunWithoutGuards", (), {"reward_of": staticmethod(starter.reward_of)})
+    rewards = [(lambda text, problem: text == "x", 1.0), (lambda text, problem: -3, 0.5)]
+    _, total, solved, _ = starter.score(responses, [{}], tokenizer, rewards, starter.Parts(
+        starter.PLAIN, starter.OneProcess(), run))
+    assert total.tolist() == [-0.5, -1.5] and solved.tolist() == [True, False]
 
 
 def test_score_leaves_out_special_tokens_and_keeps_answer_tags():
