@@ -323,8 +323,8 @@ def load_problems(cfg, model_folder):
                          "return two lists of problems, for training and held out")
     for kind, some in zip(("training", "held-out"), found):
         if not some:
-            raise InputError(f"task = {describe(cfg.task)!r} gave no {kind} problems; use more "
-                             "lines, or give an eval_file")
+            raise InputError(f"task = {describe(cfg.task)!r} gave no {kind} problems; give "
+                             "more different prompts, or an eval_file")
     retention = Path(model_folder) / "retention.jsonl"
     skills = read_jsonl(retention) if retention.is_file() else []
     return Problems(*found, skills)
@@ -906,6 +906,9 @@ def make_batch(responses, advantages, device):
 
     The mask comes from lengths and not from ids: the stop token may well be the padding token.
     """
+    if advantages.shape != (len(responses),):
+        raise InputError(f"advantages have the shape {tuple(advantages.shape)}; there must be one "
+                         f"for each of the {len(responses)} responses, in one dimension")
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in responses) - 1
 
     def padded(rows, dtype):
@@ -1993,11 +1996,11 @@ def settings_of_run(folder):
         return None
 
 
-# What a resumed run may change: how long, how fast, on which machine, a mended reward. Any other
-# change would put two experiments into one curve; resume_from begins a curve of its own.
+# What a resumed run may change: how long, how fast, on which machine. Any other change would put
+# two experiments into one curve; resume_from begins a curve of its own.
 MAY_CHANGE = {"n_train_steps", "learning_rate", "warmup_steps", "eval_every", "save_every",
               "out_dir", "run_name", "resume", "resume_from", "engine", "device", "bf16",
-              "gpu_mem_util", "reward", "max_tokens_per_microbatch", "gradient_checkpointing",
+              "gpu_mem_util", "max_tokens_per_microbatch", "gradient_checkpointing",
               "reproduce_paper"}
 
 # What one step hands to the next besides the weights. It is in every checkpoint.
@@ -2067,8 +2070,9 @@ class Run:
         done = self.state["step"]
         least = done if self.cfg.resume else done + 1  # a new run has a step of its own
         if self.cfg.n_train_steps < least:
-            raise InputError(f"n_train_steps = {self.cfg.n_train_steps} includes the {done} steps "
-                             f"that {checkpoint} has done; use at least {least}")
+            raise InputError(f"n_train_steps = {self.cfg.n_train_steps} counts from the start of "
+                             f"the run, and {checkpoint} has done {done} steps; use at least "
+                             f"{least}")
         how = f"resumed: {self.folder}" if self.cfg.resume else f"a new run from {checkpoint}"
         self.lines.append(how + (f" after step {done}" if done else " from the start"))
 
@@ -2430,12 +2434,20 @@ SMALL = dict(
 )
 
 
+def origin_of(model_id):
+    """Of runs/<run>/model, the model with which that run began; of another, itself."""
+    folder = Path(str(model_id))
+    before = settings_of_run(folder.parent) if folder.name == "model" else None
+    return origin_of(before["model_id"]) if before else model_id
+
+
 def preset_for(model_id, given):
     """Returns what to call the model's preset, and its values; "" and {} where it has none. A
     folder named SmolLM2-135M-Instruct is the small model, too."""
-    if model_id == "tiny":
-        return "built-in model: TINY", TINY
-    is_small = Path(str(model_id)).name == Path(SMALL["model_id"]).name
+    origin = origin_of(model_id)
+    if origin == "tiny":
+        return "built-in model: TINY", TINY | {"model_id": model_id}
+    is_small = Path(str(origin)).name == Path(SMALL["model_id"]).name
     if is_small and given.get("task", SMALL["task"]) == SMALL["task"] and "dataset" not in given:
         return "pretrained model: SMALL", SMALL | {"model_id": model_id}
     return "", {}
@@ -2611,8 +2623,9 @@ def main(
         (run.folder / "report.txt").write_text(report + "\n", "utf-8")
     run.log("close")
     if run.stopped and run.state["step"] < cfg.n_train_steps:
-        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; the same settings "
-              f"with resume = {str(run.folder)!r} go on from there")
+        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; to go on, add "
+              f"--resume {run.folder} to the command, or resume = {str(run.folder)!r} to a call of "
+              "main()")
         raise SystemExit(128 + run.stopped)
     return result
 
@@ -2653,7 +2666,10 @@ def settings_from(arguments):
     known, others = parser.parse_known_args(arguments)
     if others:
         name = others[0].lstrip("-").partition("=")[0]
-        raise InputError(f"{others[0]} is not an argument; {nearest(name, list(parameters))}")
+        remedy = nearest(name, [name for name in parameters if name != "reward"])
+        if name == "reward":
+            remedy = "a function is given to main(), in a script of yours or in this file"
+        raise InputError(f"{others[0]} is not an argument; {remedy}")
     return vars(known)
 
 

@@ -844,6 +844,14 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
     assert batch["advantages"].tolist() == [[1], [2], [3], [4]]
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (3,), ()])
+def test_advantages_of_another_shape_are_refused_with_both_shapes(shape):
+    responses = [Response([5], [6], [0.0], True)] * 4
+    with pytest.raises(InputError, match=r"advantages have the shape .*; there must be one for "
+                                         "each of the 4 responses"):
+        starter.make_batch(responses, torch.zeros(shape), "cpu")
+
+
 def test_token_weights_match_hand_computed_values():
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     by_hand = {"grpo": [1 / 6, 1 / 3], "dapo": [1 / 3, 1 / 3], "dr_grpo": [1 / 18, 1 / 18]}

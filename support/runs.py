@@ -125,7 +125,7 @@ RULES = [
     ("a number above 0, in nats per token", lambda v: is_number(v) and v > 0, dict(kl_target=0.1)),
     ("a number above 0 and below 1", lambda v: is_number(v) and 0 < v < 1,
      dict(dynamic_beta_decay=0.9)),
-    ("a number of at least 0", lambda v: is_number(v) and v >= 0, dict(kl_coef=0.01, beta_min=0.0)),
+    ("a number of at least 0", lambda v: is_number(v) and v >= 0, dict(kl_coef=0.3, beta_min=0.0)),
     ("None or a number of at least 0", lambda v: v is None or is_number(v) and v >= 0,
      dict(kl_clip_threshold=None)),
     ("None or a number of at least 1", lambda v: v is None or is_number(v) and v >= 1,
@@ -1032,9 +1032,13 @@ def warning_signs(metrics, first, cfg, step):
     signs = {}
     if metrics.get("frac_zero_std") == 1 and first.get("frac_zero_std") == 1 and step > 1:
         signs["equal"] = ("in the first step and in this one all rewards of each group are equal, "
-                          "so that nothing is learnt: look at the samples; the task may be too "
-                          "hard or too easy for this model")
-    if metrics.get("truncated_frac") == 1:
+                          "so that nothing is learnt: look at the samples (TensorBoard, Text); "
+                          "the task may be too hard or too easy for this model")
+    if metrics.get("truncated_frac") == 1 and first.get("truncated_frac", 1) < 0.5:
+        signs["endless"] = ("hardly any response was cut at first, now all are: training does "
+                            f"harm; lower learning_rate = {cfg.learning_rate:g} first, for example "
+                            "to a tenth")
+    elif metrics.get("truncated_frac") == 1:
         stop = ", ".join(map(str, cfg.stop_token_ids))
         signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
                               f"none reached a stop token ({stop}): raise max_new_tokens, or check "
@@ -1057,7 +1061,7 @@ def warning_signs(metrics, first, cfg, step):
     if metrics.get("kl_capped_frac", 0) > 0.1:
         signs["cut"] = ("over 10 % of the tokens have a smaller KL gradient than they should, "
                         "since their ratio is cut; lower epochs_per_rollout or learning_rate")
-    if metrics["response_length"] > 1.5 * first["response_length"]:
+    if cfg.use_kl_penalty and metrics["response_length"] > 1.5 * first["response_length"]:
         signs["length"] = ("responses are 1.5 times as long as at first: KL per token can fall "
                            "while KL per response rises; watch train/kl_per_sequence")
     fallen = [f"{name.removeprefix('retention_')} from {first[name]:.0%} to {metrics[name]:.0%}"

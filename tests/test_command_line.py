@@ -1,5 +1,6 @@
 """Tests of `python starter.py --name value`."""
 import inspect
+import json
 import subprocess
 import sys
 
@@ -43,7 +44,8 @@ def test_argument_is_not_executed():
     (["--learning", "1e-4"], "--learning is not an argument; did you mean 'learning_rate'?"),
     (["--n_eval", "16"], "--n_eval is not an argument; did you mean 'n_eval_problems'?"),
     (["50"], "50 is not an argument"),
-    (["--reward", "print"], "--reward is not an argument"),
+    (["--reward", "print"], "--reward is not an argument; a function is given to main()"),
+    (["--rewards", "print"], "--rewards is not an argument; did you mean 'reward_threshold'?"),
     (["--seed"], "argument --seed: expected one argument; --help lists the parameters"),
 ])
 def test_wrong_argument_is_refused_with_the_nearest_name(arguments, sentence):
@@ -113,6 +115,19 @@ def test_preset_of_the_small_model_holds_for_its_own_task_only(called, model_id,
     for others in ({"task": "my.jsonl"}, {"dataset": "openai/gsm8k:main"}):
         assert called(model_id=model_id, **others)["max_new_tokens"] == 256
         assert capsys.readouterr().out == ""
+
+
+def test_model_that_a_run_has_saved_keeps_the_preset_of_its_origin(called, tmp_path):
+    """Also over two runs; a folder beside a config.json of another kind has none."""
+    origin = starter.TINY["model_id"]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(
+            {"settings": {"model_id": str(origin)}}))
+        origin = tmp_path / name / "model"
+    assert called(model_id=str(origin)) == starter.TINY | {"model_id": str(origin)}
+    (tmp_path / "first" / "config.json").write_text('{"model_type": "llama"}')
+    assert called(model_id=str(origin))["max_new_tokens"] == 256
 
 
 def test_preset_lists_its_coefficient_where_the_penalty_is_on(called, capsys):

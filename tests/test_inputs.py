@@ -82,7 +82,7 @@ SETTINGS = [
     (dict(task="countdwon"), r"task = 'countdwon' must be .*; did you mean 'countdown'\?"),
     (dict(task=["countdown"]), r"task = \['countdown'\] must be .*; did you mean 'countdown'\?"),
     (dict(task=lambda cfg: 3), r"task = '<lambda>' returned int; it must return two lists"),
-    (dict(task=lambda cfg: ([], [])), r"task = .* gave no training problems; use more lines"),
+    (dict(task=lambda cfg: ([], [])), r"task = .* gave no training problems; give more different"),
     (dict(task=lambda cfg: ([{"question": "?"}],) * 2), r"task = .* gave a training problem "
                                                         "without a 'prompt'; each problem must"),
     (dict(train_file="train.jsonl"), r"train_file is not a parameter of main\(\); did you mean"),
@@ -99,7 +99,7 @@ SETTINGS = [
     *((FILE | {name: file}, file + " " + message)
       for name in ("task", "eval_file") for file, message in BAD_LINES),
     (dict(task="one.jsonl"), r"task = 'one.jsonl' gave no (training|held-out) problems; "
-                             "use more lines, or give an eval_file"),
+                             "give more different prompts, or an eval_file"),
     (dict(dataset=3), r"dataset = 3 must be None or a name on the Hugging Face hub such as "),
     (FILE | dict(dataset="openai/gsm8k"), r"task = 'train.jsonl' and dataset = 'openai/gsm8k' are "
                                           "both given; leave one of them out"),
@@ -232,8 +232,9 @@ SETTINGS = [
     (RESUME | dict(model_id="with_space"), r"model_id = 'with_space' would break the curve of "
                                            "runs/.*, which began with 'checkpoint'; use that"),
     (RESUME | dict(seed=1, eval_every=7), r"seed = 1 would break .*, which began with 0; use"),
-    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 includes the 2 steps that runs/.*"
-                                         " has done; use at least 2"),
+    (RESUME | dict(reward=math.hypot), r"reward = 'hypot' would break .*, which began with '"),
+    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 counts from the start of the run, "
+                                         "and runs/.* has done 2 steps; use at least 2"),
 ]
 if not HAS_VLLM:
     SETTINGS.append((dict(engine="vllm"), r"engine = 'vllm' needs vLLM, which is not installed "
@@ -329,8 +330,8 @@ ALONE = [
     (dict(resume=True, out_dir="empty"), r"resume = True: " + NO_RUN),
     (RESUME | dict(clip_range=0.5), r"clip_range = 0.5 would break the curve of runs/.*, "
                                        "which began with 0.2; use that value, or give"),
-    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 includes the 2 steps that runs/.*"
-                                         " has done; use at least 2"),
+    (dict(resume=True, n_train_steps=1), r"n_train_steps = 1 counts from the start of the run, "
+                                         "and runs/.* has done 2 steps; use at least 2"),
     (dict(max_new_tokens=250), r"\d+ of \d+ training prompts do not fit, with max_new_tokens = "
                                r"250, into the 256 tokens .*; use 2\d\d or fewer"),
 ]

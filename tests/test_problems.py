@@ -351,7 +351,7 @@ def test_load_problems_refuses_what_is_not_two_lists(tmp_path, found, message):
 
 
 @pytest.mark.parametrize("found, message", [
-    (([], ONE), "gave no training problems; use more lines, or give an eval_file"),
+    (([], ONE), "gave no training problems; give more different prompts, or an eval_file"),
     ((ONE, []), "gave no held-out problems"),
     ((ONE, [{"question": "a"}]), "gave a held-out problem without a 'prompt'"),
     ((["a"], ONE), "gave a training problem without a 'prompt'"),

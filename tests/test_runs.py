@@ -357,7 +357,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     assert ended.value.code == status
     printed = capsys.readouterr().out
     assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
-    assert "stopped after step 3 of 6; the same settings with resume = '" in printed
+    assert "stopped after step 3 of 6; to go on, add --resume " in printed
     assert "Eval at step 3 |" in printed and "=== Report ===" in printed
     [folder] = (tmp_path / "runs").iterdir()
     assert (folder / "report.txt").read_text().strip() in printed
@@ -1264,9 +1264,12 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
             ("length", dict(response_length=12.1), "1.5 times as long as at first"),
             ("cut", dict(kl_capped_frac=0.2), "their ratio is cut"),
             ("truncated", dict(truncated_frac=1.0), "max_new_tokens = 16, none reached a stop"),
+            ("endless", dict(truncated_frac=1.0), "lower learning_rate = 1e-05 first"),
             ("collapse", dict(solved=0.1), "solved fell from 30% to 10%"),
             # Of a run that collapses the learning rate is named, not the KL penalty.
             ("collapse", dict(solved=0.1, retention_sort=0.2), "learning_rate = 1e-05 first")):
+        if name == "endless":
+            first["truncated_frac"] = 0.1
         found = signs(**changes)
         assert list(found) == [name] and words in found[name]
     first |= dict(solved=0.0)
@@ -1280,6 +1283,7 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
     assert "set use_kl_penalty = True" in signs(retention_sort=0.8)["forgotten"]
+    assert signs(response_length=12.1) == {}  # without the penalty no curve of the KL is logged
 
 
 @needs_support
@@ -1470,6 +1474,6 @@ def test_new_run_from_a_checkpoint_counts_and_adapts_from_its_own_start(checkpoi
 def test_resume_from_a_finished_run_wants_a_step_of_its_own(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=2, n_eval_problems=5)
     first = run("plain", **given)["run_folder"]
-    with pytest.raises(InputError, match="n_train_steps = 2 includes the 2 steps that .*; use at "
+    with pytest.raises(InputError, match="n_train_steps = 2 counts .* has done 2 steps; use at "
                                          "least 3"):
         run("plain", **given | dict(resume_from=str(first)))
