@@ -532,6 +532,8 @@ def test_masked_mean_ignores_masked_entries():
     assert starter.masked_mean(tensor, torch.zeros_like(mask)).item() == 0
     one_per_row = torch.tensor([[4.0], [1.0]])  # such as the ratio of a whole response
     assert starter.masked_mean(one_per_row, mask).item() == 3
+    rows = torch.tensor([[1], [0]])  # a mask of whole rows
+    assert starter.masked_mean(torch.tensor([[1.0, 5.0], [7.0, 8.0]]), rows).item() == 3
 
 
 def test_loss_reads_nothing_outside_the_mask():
