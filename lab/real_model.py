@@ -3,7 +3,7 @@
     python -m lab.real_model              what real_model.csv does not hold yet: off and each
                                           coefficient, three seeds each, 5 to 10 minutes a run
     python -m lab.real_model --only off 0.01 --seeds 0 --steps 40
-    python -m lab.real_model --trials     one seed at other learning rates, groups and lengths
+    python -m lab.real_model --trials     other learning rates, groups and lengths, KL penalty off
     python -m lab.real_model --explosion  LoRA under the settings that are said to explode, beside
                                           others: real_model_explosion.csv
     python -m lab.real_model --console    one run as a user sees it -> results/console_small.txt
@@ -19,7 +19,6 @@ whether it still gives the same greedy responses to general prompts. A row of th
 as soon as its run has ended; a sweep that was killed goes on with the next run.
 """
 import argparse
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -33,7 +32,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -60,11 +58,15 @@ EXPLODING = [settings | {"learning_rate": learning_rate}
              for learning_rate in (2e-4, 1e-3)
              for settings in (REPORTED | {"kl_gradient": "as_written"}, REPORTED,
                               SHORT | LORA | {"loss_average": "dr_grpo"})]
-TRIED = [
-    SHORT | dict(group_size=16, max_new_tokens=16, learning_rate=5e-5),
+TRIED = [  # each differs from the first in one setting
     SHORT,
+    SHORT | dict(learning_rate=1e-5),
     SHORT | dict(learning_rate=5e-5),
-    SHORT | dict(rollout_batch_size=64),
+    SHORT | dict(group_size=4),
+    SHORT | dict(group_size=16),
+    SHORT | dict(max_new_tokens=8),
+    SHORT | dict(max_new_tokens=16),
+    SHORT | dict(rollout_batch_size=64, n_train_steps=40),  # as many responses in all
 ]
 
 
@@ -394,29 +396,16 @@ def penalty(kl_coef):
     return dict(use_kl_penalty=True, kl_coef=kl_coef) if kl_coef else {}
 
 
-def with_clock(reward, clock):
-    """Returns the reward; each call notes the process's CPU seconds so far. On a machine that
-    does other things too, these tell more than the time of day."""
-    @functools.wraps(reward)
-    def call(response_text, problem):
-        clock.append(time.process_time())
-        return reward(response_text, problem)
-
-    return call
-
-
 def train_once(job):
     """One training run, in this process. Returns its row."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     changes, cache = job["changes"], Path(job["cache"])
     folder = model_folder(cache)
-    load = os.getloadavg()[0]
-    clock = []
     with tempfile.TemporaryDirectory() as out_dir:
         result = starter.main(
-            model_id=str(folder), task="addition", reward=with_clock(starter.reward_fn, clock),
-            seed=job["seed"], device="cpu", engine="transformers", eval_every=job["eval_every"],
-            n_eval_problems=job["n_eval_problems"], save_every=0, out_dir=out_dir, **changes)
+            model_id=str(folder), task="addition", seed=job["seed"], device="cpu",
+            engine="transformers", eval_every=job["eval_every"], save_every=0,
+            n_eval_problems=job["n_eval_problems"], out_dir=out_dir, **changes)
         log = EventAccumulator(str(result["run_folder"]), size_guidance={"scalars": 0}).Reload()
         logged = {tag: [event.value for event in log.Scalars(tag)]
                   for tag in log.Tags()["scalars"]}
@@ -425,17 +414,11 @@ def train_once(job):
             before = measure_before(folder, job["text_path"], cache)
             forgotten = forgetting(result["run_folder"] / "model", before, job["text_path"])
 
-    steps, batch = changes["n_train_steps"], changes["rollout_batch_size"]
-    # CPU seconds at the first reward of each step; evaluations in between count as well.
-    ticks = clock[job["n_eval_problems"]:]
-    cpu = None
-    if steps > 1 and not job["eval_every"]:
-        cpu = (ticks[(steps - 1) * batch] - ticks[0]) / (steps - 1)
     return {
         "run": key_of(changes, job["seed"]), "kl_coef": changes.get("kl_coef", 0.0),
         "lora_rank": changes.get("lora_rank", 0),
-        "seed": job["seed"], "learning_rate": changes["learning_rate"], "steps": steps,
-        "n_eval_problems": job["n_eval_problems"],
+        "seed": job["seed"], "learning_rate": changes["learning_rate"],
+        "steps": changes["n_train_steps"], "n_eval_problems": job["n_eval_problems"],
         "solved_before": round(result["before"]["solved"], 4),
         "solved_after": round(result["after"]["solved"], 4),
         "response_length_after": round(result["after"]["response_length"], 2),
@@ -444,8 +427,6 @@ def train_once(job):
         **forgotten,
         "seconds": round(result["seconds"], 1),
         "s_per_step": round(statistics.median(logged["time/total"]), 2),
-        "cpu_s_per_step": round(cpu, 2) if cpu else "",
-        "load_at_start": round(load, 1),
         "peak_gb": round(max(logged["mem/peak_gb"]), 2),
         "largest_grad_norm": f"{max(logged['train/grad_norm']):.4g}",
         "largest_kl": f"{max(logged.get('train/kl_per_token', [math.nan])):.4g}",
@@ -563,19 +544,36 @@ def explosion_table():
                      "largest gradient norm of a step", "solved, %, seed by seed"], lines)
 
 
-def trials_table():
-    """One line for each trial: one seed, KL penalty off."""
-    from lab.tables import markdown
-    names = ("learning_rate", "warmup_steps", "group_size", "rollout_batch_size",
-             "max_new_tokens", "n_train_steps")
+def first_step_of(curve, goal):
+    """Returns the first step, from 1, at which the mean of the last five values is at least the
+    goal, or None."""
+    means = (statistics.mean(curve[step - 5:step]) for step in range(5, len(curve) + 1))
+    return next((step for step, mean in enumerate(means, 5) if mean >= goal), None)
+
+
+def trials_table(goal=0.6):
+    """One line for each trial: the mean over its seeds, KL penalty off."""
+    from lab.tables import markdown, per_cent, spread
+    names = ("learning_rate", "group_size", "rollout_batch_size", "max_new_tokens",
+             "n_train_steps")
     lines = []
-    for row in read_csv(TRIALS):
-        settings = json.loads(row["run"])
-        last = statistics.mean(list(map(float, row["curve"].split()))[-5:])
-        lines.append([*(f"{settings[name]:g}" for name in names), f"{100 * last:.0f}",
-                      f"{100 * float(row['solved_after']):.0f}", row["cpu_s_per_step"]])
-    return markdown(["learning rate", "warm-up", "group", "responses a step", "tokens", "steps",
-                     "right in the last 5 steps, %", "solved, %", "CPU s a step"], lines)
+    rows = read_csv(TRIALS)
+    for settings in TRIED:
+        of_trial = [row for row in rows if key_of(settings, int(row["seed"])) == row["run"]]
+        if not of_trial:
+            continue
+        seconds = []
+        for row in of_trial:
+            step = first_step_of(list(map(float, row["curve"].split())), goal)
+            seconds += [step * float(row["seconds"]) / float(row["steps"])] if step else []
+        reached = f"{len(seconds)} of {len(of_trial)}"
+        lines.append([*(f"{settings[name]:g}" for name in names), reached,
+                      spread(seconds, 0) if seconds else "",
+                      per_cent(numbers_of(of_trial, "solved_after")),
+                      spread(numbers_of(of_trial, "s_per_step"), 1)])
+    return markdown(["learning rate", "group", "responses a step", "tokens", "steps",
+                     f"seeds that reach {goal:.0%}", f"seconds until {goal:.0%}", "solved, %",
+                     "s a step"], lines)
 
 
 def draw():
@@ -653,7 +651,7 @@ def main():
         write_console(arguments.cache)
     elif arguments.trials:
         model_folder(arguments.cache)
-        fill(TRIALS, TRIED, [0], dict(cache=str(arguments.cache), eval_every=0,
+        fill(TRIALS, TRIED, arguments.seeds, dict(cache=str(arguments.cache), eval_every=0,
                                       n_eval_problems=300, forgetting=False))
         print(trials_table())
     elif arguments.explosion:

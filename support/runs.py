@@ -1043,7 +1043,7 @@ def warning_signs(metrics, first, cfg, step):
         signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
                               f"none reached a stop token ({stop}): raise max_new_tokens, or check "
                               "that generation_config.json lists the token that ends a response")
-    own_reward = getattr(cfg, "reward", None) is not starter.reward_fn
+    own_reward = starter.weighted(cfg.reward)[0][0] is not starter.reward_fn  # the first decides
     if "solved" in metrics and step and own_reward and now == before == 0:
         signs["unsolved"] = ("no response earned a reward of 1, which is what counts as solved: "
                              "watch the reward instead, or let the reward return 1 for a solution")

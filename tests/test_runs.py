@@ -1248,7 +1248,7 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 @needs_support
 def test_warning_signs_name_what_is_wrong_and_nothing_else():
     cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True, learning_rate=1e-5,
-                          max_new_tokens=16, stop_token_ids=(7,))
+                          max_new_tokens=16, stop_token_ids=(7,), reward=starter.reward_fn)
     first = dict(response_length=8.0, solved=0.3, reward_mean=0.3, retention_sort=0.9,
                  kl_per_token=0.0)
     fine = dict(response_length=9.0, solved=0.6, reward_mean=0.6, retention_sort=0.88,
@@ -1276,8 +1276,9 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
     first |= dict(solved=0.0)
     cfg.reward = variety
     assert list(signs(solved=0.0)) == ["unsolved"] and signs(solved=0.1) == {}
-    cfg.reward = starter.reward_fn  # has its own scale, on which a hard task begins at 0
-    assert signs(solved=0.0) == {}
+    for reward in (starter.reward_fn, [(starter.reward_fn, 1.0), (variety, 0.1)]):
+        cfg.reward = reward  # the first has its own scale, on which a hard task begins at 0
+        assert signs(solved=0.0) == {}
     first |= dict(frac_zero_std=1.0)
     assert list(signs(frac_zero_std=1.0)) == ["equal"] and signs(frac_zero_std=0.9) == {}
     first |= dict(frac_zero_std=0.2)
