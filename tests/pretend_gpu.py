@@ -70,10 +70,10 @@ class PretendGpu(TorchDispatchMode):
         into_cpu = (function is aten.copy_.default and not first_on_device
                     and isinstance(args[1], PretendTensor))
         waits = first_on_device and function in WAITS
-        boolean_index = first_on_device and function in INDEXING and any(
-            index is not None and (index.dtype == torch.bool or not isinstance(index, PretendTensor))
-            for index in args[1])
-        self.waits += to_cpu or into_cpu or waits or boolean_index
+        places = args[1] if first_on_device and function in INDEXING else ()
+        searches = any(x is not None and (x.dtype == torch.bool or not isinstance(x, PretendTensor))
+                       for x in places)
+        self.waits += to_cpu or into_cpu or waits or searches
         return compute(function, args, kwargs)
 
 

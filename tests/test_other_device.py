@@ -23,6 +23,7 @@ VARIANTS = {
     "later epochs": KL | dict(kl_estimator="exact", kl_in="loss_to_go", loss_average="dr_grpo",
                               epochs_per_rollout=2, gradient_checkpointing=True),
     "KL in the reward": KL | dict(kl_estimator="k1", kl_in="reward", mask_truncated=True),
+    "adaptive KL": KL | dict(kl_adaptation_method="dynamic_sound+sigmoid_sound"),
     "adapters": KL | dict(lora_rank=4),
     "bf16": KL | dict(bf16=True),
     "bf16 adapters": KL | dict(bf16=True, lora_rank=4),
@@ -172,8 +173,9 @@ def test_a_run_on_another_device_is_resumed_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_a_microbatch_waits_for_the_device_a_few_times_only(tmp_path):
-    """To find the scored positions and, with support/, the prompts that rows share: before the
-    layers and before the head, of policy and reference. Not once for each slice of the head."""
+    """Once where transformers looks for packed rows, and where the mask picks hidden states,
+    labels and, in the backward pass, gradients. The reference has the first two as well. The head
+    waits for nothing, whatever its size."""
     waits = in_new_process("test_other_device", "waits_of_a_microbatch", tmp_path, REPOSITORY,
                            str(tmp_path))
-    assert waits == {"plain": [2, 3], "fast": [5, 9]}
+    assert waits == {"plain": [4, 6], "fast": [4, 6]}
