@@ -33,10 +33,10 @@ VARIANTS = {
 # --------------------------------------------------------------------------------------------------
 # What runs in the other process
 
-def run_on(device, checkpoint, out_dir, **changes):
+def run_on(device, checkpoint, out_dir, module=starter, **changes):
     """A run on "cpu" or "pretend". Returns {tag: {step: value}}, and the line of its parts."""
     from pretend_gpu import PRETEND, pretend_gpu
-    choose_hardware = starter.choose_hardware
+    choose_hardware = module.choose_hardware
 
     def choose(cfg):
         line = choose_hardware(cfg)
@@ -48,13 +48,13 @@ def run_on(device, checkpoint, out_dir, **changes):
 
     with contextlib.ExitStack() as stack:
         if device == "pretend":
-            for context in (mock.patch.object(starter, "choose_hardware", choose),
-                            mock.patch.object(starter.OneProcess, "collect", collect),
-                            mock.patch.dict(starter.FLOAT32_LIMIT, {"pretend": 1e-3}),
+            for context in (mock.patch.object(module, "choose_hardware", choose),
+                            mock.patch.object(module.OneProcess, "collect", collect),
+                            mock.patch.dict(module.FLOAT32_LIMIT, {"pretend": 1e-3}),
                             pretend_gpu()):
                 stack.enter_context(context)
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        result = starter.main(**settings(checkpoint, out_dir, **changes))
+        result = module.main(**settings(checkpoint, out_dir, **changes))
     parts = next(line for line in printed.getvalue().splitlines() if line.startswith("parts: "))
     return scalars(result["run_folder"]), parts
 
@@ -64,6 +64,25 @@ def run_all_variants(folder):
     checkpoint = save_checkpoint(Path(folder) / "model")
     return {name: [run_on(device, checkpoint, Path(folder) / device / name, **changes)
                    for device in ("cpu", "pretend")] for name, changes in VARIANTS.items()}
+
+
+def run_recipes(folder):
+    """Returns {recipe: the gradient norms of its steps, on the CPU and on the other device}."""
+    import os
+    import sys
+
+    import test_recipes
+    os.chdir(folder)  # the recipe with a teacher looks for it here
+    log = SimpleNamespace(log=lambda *_, **__: None)
+    sys.modules["wandb"] = SimpleNamespace(__spec__=object(), init=lambda **_: log)
+    checkpoint = save_checkpoint(Path(folder) / "model")
+    found = {}
+    for name in test_recipes.NAMES:
+        module = test_recipes.load(name, Path(folder))
+        found[name] = [
+            list(run_on(device, checkpoint, Path(folder) / device / name, module, n_train_steps=3)
+                 [0]["train/grad_norm"].values()) for device in ("cpu", "pretend")]
+    return found
 
 
 def run_and_resume(folder):
@@ -160,6 +179,17 @@ def test_a_run_on_another_device_logs_the_numbers_of_the_cpu(both_devices, varia
     if "bf16" in variant:
         assert max(elsewhere["train/sampler_logprob_diff"].values()) < 0.05
         assert elsewhere["train/kl_per_token"]["1"] == 0
+
+
+@pytest.mark.slow
+def test_each_recipe_trains_on_another_device_as_on_the_cpu(tmp_path):
+    pytest.importorskip("lab.recipes")
+    found = in_new_process("test_other_device", "run_recipes", tmp_path, REPOSITORY, str(tmp_path))
+    assert len(found) >= 9
+    for name, (on_cpu, elsewhere) in found.items():
+        # The teacher of distillation is the student here: its gradient is nothing but rounding.
+        assert elsewhere == pytest.approx(on_cpu, rel=2e-3, abs=1e-2), name
+        assert name == "distillation" or max(on_cpu) > 0.05
 
 
 @pytest.mark.slow
