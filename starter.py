@@ -2516,7 +2516,7 @@ def main(
 
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
-    kl_coef=0.01,  # a conventional start, not measured; TINY: 0.3
+    kl_coef=0.01,  # customary, but too little for the models measured; TINY and SMALL: 0.3
     kl_estimator="k3",  # the value: "k1", "k2", "k3", or "exact" (over the vocabulary)
     kl_gradient="reverse",  # of KL(policy || reference); "as_written": autograd, as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
@@ -2667,6 +2667,8 @@ def settings_from(arguments):
     if others:
         name = others[0].lstrip("-").partition("=")[0]
         remedy = nearest(name, [name for name in parameters if name != "reward"])
+        if not remedy.startswith("did you mean"):
+            remedy = "--help lists the arguments"
         if name == "reward":
             remedy = "a function is given to main(), in a script of yours or in this file"
         raise InputError(f"{others[0]} is not an argument; {remedy}")

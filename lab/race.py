@@ -244,8 +244,9 @@ def race_table(contest):
         missed = [sum(of_side is None for of_side in side) for side in zip(*times)]
         lines.append([f"{goal:.0%} solved" if goal else f"all {pairs[0][0][-1][0]} steps",
                       str(len(pairs)), *cells, f"{missed[0]} and {missed[1]}"])
-    return markdown(["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio",
-                     "90 % interval", "not reached by starter.py and TRL"], lines)
+    interval = "90 % interval" if len(pairs) > 2 else "range of the seeds"
+    return markdown(["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", interval,
+                     "not reached by starter.py and TRL"], lines)
 
 
 def final_table(contest):

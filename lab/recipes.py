@@ -174,6 +174,10 @@ MINIBATCHES = 4  # optimiser steps per rollout, each on a part of its rows
         assert not with_lora, "with LoRA the policy is its own reference, and no teacher"
         ref_model = init_policy(teacher(model_folder), cfg.device)[0].requires_grad_(False)
         compute.prepare(ref_model)
+        sizes = [model.config.get_text_config().vocab_size for model in (policy, ref_model)]
+        if sizes[0] != sizes[1]:
+            raise InputError(f"the teacher knows {sizes[1]} tokens, the policy {sizes[0]}; return "
+                             "the folder of a model with the same tokenizer from teacher()")
 >>>>
 <<<<
 ADVANTAGE_EPS = 1e-6  # added to the standard deviation of a group
@@ -186,7 +190,7 @@ def teacher(model_folder):
     with the same tokenizer. Here the newest that a run has saved."""
     found = sorted(Path("runs").glob("*/model/config.json"))
     folder = found[-1].parent if found else model_folder
-    print(f"teacher: {folder}")
+    print(f"teacher: {folder}" if found else "no teacher in runs/: nothing will be learnt")
     return folder
 >>>>
 <<<<

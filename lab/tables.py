@@ -755,6 +755,11 @@ def race_final_table():
     return race.final_table(race.TINY)
 
 
+def race_small_final_table():
+    from lab import race
+    return race.final_table(race.SMALL)
+
+
 def variants_table():
     from lab import variants
     return variants.variants_table()
@@ -879,6 +884,7 @@ TABLES = {
     "growth": growth_table, "scaling": scaling_table, "start": start_table,
     "neighbours": neighbour_table, "whole": whole_table,
     "race": race_table, "race_small": race_small_table, "race_final": race_final_table,
+    "race_small_final": race_small_final_table,
     "variants": variants_table,
     "trl_methods": trl_method_table, "trl_cost": trl_cost_table,
     "tinker": tinker_table, "tinker_cost": tinker_cost_table,

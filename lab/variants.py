@@ -32,9 +32,12 @@ FIGURE = REPOSITORY / "lab" / "figures" / "variants.png"
 SEEDS = (0, 1, 2)
 SECONDS = 40
 OFF, ON = {}, {"use_kl_penalty": True}
-BASE, TWO_EPOCHS = "starter.py", "two epochs"  # as it is, and with two optimiser steps per rollout
+BASE = "starter.py"  # as it is
+# With two optimiser steps per rollout; GSPO also takes the mean over each response first.
+CHANGED = {"two epochs": dict(epochs_per_rollout=2),
+           "two epochs, grpo": dict(epochs_per_rollout=2, loss_average="grpo")}
 # wandb and calculator change nothing in how this model learns.
-BOTH = (TWO_EPOCHS, "minibatches", "rloo", "maxrl", "gspo", "cispo", "sapo", "dynamic_sampling",
+BOTH = (*CHANGED, "minibatches", "rloo", "maxrl", "gspo", "cispo", "sapo", "dynamic_sampling",
         "cosine")
 JOBS = [(BASE, OFF), (BASE, ON), *((name, kl) for name in BOTH for kl in (OFF, ON)),
         ("moving_reference", ON), ("distillation", ON)]
@@ -79,9 +82,7 @@ def usual_steps(kl_penalty):
 
 def run_one(name, kl, seed, teacher, seconds=SECONDS):
     """Returns the row of one run, made by a process of its own in a folder of its own."""
-    changes = kl | {"seed": seed}
-    if name == TWO_EPOCHS:
-        changes["epochs_per_rollout"] = 2
+    changes = kl | {"seed": seed} | CHANGED.get(name, {})
     if name == "cosine":  # ends when the time does
         changes["n_train_steps"] = usual_steps("on" if kl else "off")
     with tempfile.TemporaryDirectory() as folder:
@@ -150,13 +151,13 @@ def spread_of(values):
 
 
 def variants_table():
-    from lab.tables import markdown
+    from lab.tables import markdown, spread
     lines = []
     for (name, kl), rows in groups():
         lines.append([name, kl, spread_of([int(row["steps"]) for row in rows]),
                       spread_of([100 * float(row["solved_after"]) for row in rows]),
                       spread_of([100 * other_skills([row]) for row in rows]),
-                      f"{statistics.mean(float(row['kl_per_token']) for row in rows):.3f}"])
+                      spread([float(row["kl_per_token"]) for row in rows], 3)])
     return markdown(["recipe", "KL penalty", "steps", "solved, %", "other skills, %",
                      "KL to the start, nats per token"], lines)
 

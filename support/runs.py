@@ -108,7 +108,7 @@ RULES = [
      dict(normalize_by_std=True, mask_truncated=False, enable_thinking=False, use_kl_penalty=True,
           reproduce_paper=False, gradient_checkpointing=False)),
     ("'auto', True or False", lambda v: v == "auto" or isinstance(v, bool), dict(bf16="auto")),
-    (*at_least(0), dict(seed=0, lora_rank=0, warmup_steps=10, eval_every=50, save_every=50)),
+    (*at_least(0), dict(seed=0, lora_rank=16, warmup_steps=10, eval_every=50, save_every=50)),
     (*at_least(1), dict(n_train_steps=100, max_new_tokens=256, epochs_per_rollout=1,
                         n_eval_problems=500, beta_schedule_steps=1000)),
     (*at_least(2), dict(rollout_batch_size=128, group_size=8)),
@@ -258,6 +258,15 @@ def check_overlap(problems):
                          "two lists")
 
 
+def too_few(problems, cfg):
+    """Returns a warning where so few problems are held out that the solved rate says little."""
+    n = len(problems.held_out)
+    if n >= min(30, cfg.n_eval_problems):
+        return []
+    return [f"Warning: {n} held-out problem{'s are' if n > 1 else ' is'} too few to tell whether "
+            "the model gets better; give more data, or an eval_file"]
+
+
 def unknown_in(problems, tokenizer):
     """Returns a warning where the tokenizer has no token for a character of the prompts."""
     texts = [p if isinstance(p, str) else " ".join(str(message["content"]) for message in p)
@@ -308,6 +317,19 @@ def notes_on_kl(cfg):
                      "by 1 / own length, which is not the gradient of the sequence KL; 'dr_grpo' "
                      "is")
     return notes
+
+
+def notes_on_learning_rate(cfg):
+    """Returns a line where the learning rate was made for another model, or for all weights."""
+    rate = cfg.learning_rate
+    default = inspect.signature(starter.main).parameters["learning_rate"].default
+    if cfg.lora_rank and rate < 1e-4:
+        return [f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times "
+                "the rate of all weights; SmolLM2 learnt with 2e-4"]
+    if rate == default and "Qwen3-1.7B" not in str(starter.origin_of(cfg.model_id)):
+        return [f"learning_rate = {rate:g} is meant for Qwen3-1.7B; SmolLM2-135M learnt with 2e-5, "
+                "the built-in model with 3e-4"]
+    return []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -624,6 +646,7 @@ class GuardedRun(starter.Run):
             self.lines += changes_since(starter.settings_of_run(origin) or {}, self.settings)
         if cfg.use_kl_penalty:
             self.lines += notes_on_kl(cfg)
+        self.lines += notes_on_learning_rate(cfg)
 
     def name_of_changes(self):
         return name_of(changed_settings(self.cfg), self.cfg)
@@ -776,7 +799,7 @@ class GuardedRun(starter.Run):
 
     def check_start(self, policy, ref_model, tokenizer, problems, parts):
         check_overlap(problems)
-        for line in unknown_in(problems, tokenizer):
+        for line in [*unknown_in(problems, tokenizer), *too_few(problems, self.cfg)]:
             print(starter.wrapped(line))
         start = hash_of_weights(policy)
         if self.state.get("start", start) != start:
@@ -863,7 +886,7 @@ class GuardedRun(starter.Run):
             self.log("add_scalar", f"debug/{tag}", value, step)
         if step == 1 or step % SAMPLES_EVERY == 0:
             self.log_best_and_worst(samples, step)
-        lines += self.warnings(metrics, step)
+        lines += self.warnings(metrics | {"untagged": untagged(samples, self.cfg)}, step)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             lines += self.keep_samples(step, samples)
         return lines
@@ -1024,13 +1047,26 @@ def halved(microbatches):
     return halves
 
 
+def untagged(samples, cfg):
+    """Whether the built-in reward looks for tags that no response of the step has."""
+    problems, texts, _, _ = samples
+    return (starter.weighted(cfg.reward)[0][0] is starter.reward_fn
+            and not any(problem.get("last_number") for problem in problems)
+            and not any("</answer>" in text for text in texts))
+
+
 def warning_signs(metrics, first, cfg, step):
     """Metrics of a step or an evaluation, those of the first -> {sign: text} of what is wrong."""
     kl = metrics.get("kl_per_token", 0.1)
     before, now = first.get("solved", 0), metrics.get("solved", 0)
     learnt = metrics.get("reward_mean", 0) > first.get("reward_mean", 0) + 0.02
     signs = {}
-    if metrics.get("frac_zero_std") == 1 and first.get("frac_zero_std") == 1 and step > 1:
+    all_equal = metrics.get("frac_zero_std") == first.get("frac_zero_std") == 1 and step > 1
+    if all_equal and metrics.get("untagged"):
+        signs["untagged"] = ("no response has its answer between <answer> and </answer>, where the "
+                             "reward looks for it, so that nothing is learnt: ask for these tags "
+                             "in the prompts, or give a reward of your own")
+    elif all_equal:
         signs["equal"] = ("in the first step and in this one all rewards of each group are equal, "
                           "so that nothing is learnt: look at the samples (TensorBoard, Text); "
                           "the task may be too hard or too easy for this model")
@@ -1038,7 +1074,7 @@ def warning_signs(metrics, first, cfg, step):
         signs["endless"] = ("hardly any response was cut at first, now all are: training does "
                             f"harm; lower learning_rate = {cfg.learning_rate:g} first, for example "
                             "to a tenth")
-    elif metrics.get("truncated_frac") == 1:
+    elif metrics.get("truncated_frac") == 1 and not learnt:
         stop = ", ".join(map(str, cfg.stop_token_ids))
         signs["truncated"] = (f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, "
                               f"none reached a stop token ({stop}): raise max_new_tokens, or check "

@@ -285,6 +285,20 @@ def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path,
     assert kl[-1] < 0.7 * kl[0]
 
 
+def test_distillation_refuses_a_teacher_with_other_tokens(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "runs" / "earlier" / "model", vocab_size=100)
+    module = load("distillation", tmp_path)
+    with pytest.raises(module.InputError, match="the teacher knows 100 tokens"):
+        module.main(**settings(checkpoint, tmp_path / "out"))
+
+
+def test_distillation_says_when_there_is_no_teacher(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    load("distillation", tmp_path).teacher("start")
+    assert capsys.readouterr().out == "no teacher in runs/: nothing will be learnt\n"
+
+
 def test_moving_reference_is_reset_and_survives_a_resume(checkpoint, tmp_path):
     module = load("moving_reference", tmp_path,
                   **{"REFERENCE_EVERY = 50": "REFERENCE_EVERY = 2"})

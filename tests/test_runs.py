@@ -1246,6 +1246,41 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 
 
 @needs_support
+def test_responses_without_tags_are_noticed_where_the_reward_looks_for_tags():
+    def untagged(texts, reward=starter.reward_fn, **problem):
+        cfg = SimpleNamespace(reward=reward)
+        return runs.untagged(([problem], texts, None, None), cfg)
+
+    assert untagged(["4", "<answer>4"]) and not untagged(["4", "<answer>4</answer>"])
+    assert untagged(["4"], reward=[(starter.reward_fn, 1.0), (variety, 0.1)])
+    assert not untagged(["4"], reward=variety) and not untagged(["4"], last_number=True)
+
+
+@needs_support
+def test_few_held_out_problems_are_told():
+    def lines(n, wanted=500):
+        return runs.too_few(starter.Problems([], [{}] * n, []),
+                            SimpleNamespace(n_eval_problems=wanted))
+
+    assert "1 held-out problem is too few" in lines(1)[0]
+    assert "29 held-out problems are too few" in lines(29)[0]
+    assert lines(30) == [] and lines(5, wanted=5) == []  # as few as were asked for
+
+
+@needs_support
+def test_learning_rate_of_another_model_is_told():
+    def notes(model_id, learning_rate, lora_rank=0):
+        return runs.notes_on_learning_rate(SimpleNamespace(
+            model_id=model_id, learning_rate=learning_rate, lora_rank=lora_rank))
+
+    default = inspect.signature(starter.main).parameters["learning_rate"].default
+    assert "meant for Qwen3-1.7B" in notes("my/model", default)[0]
+    assert notes("Qwen/Qwen3-1.7B", default) == [] and notes("my/model", 2e-5) == []
+    assert "small for LoRA" in notes("Qwen/Qwen3-1.7B", default, lora_rank=16)[0]
+    assert notes("my/model", 2e-4, lora_rank=16) == []
+
+
+@needs_support
 def test_warning_signs_name_what_is_wrong_and_nothing_else():
     cfg = SimpleNamespace(n_train_steps=100, use_kl_penalty=True, learning_rate=1e-5,
                           max_new_tokens=16, stop_token_ids=(7,), reward=starter.reward_fn)
@@ -1264,7 +1299,8 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
             ("forgotten", dict(retention_sort=0.8), "forgotten (sort from 90% to 80%)"),
             ("length", dict(response_length=12.1), "1.5 times as long as at first"),
             ("cut", dict(kl_capped_frac=0.2), "their ratio is cut"),
-            ("truncated", dict(truncated_frac=1.0), "max_new_tokens = 16, none reached a stop"),
+            ("truncated", dict(truncated_frac=1.0, reward_mean=0.3, kl_per_token=0.05),
+             "max_new_tokens = 16, none reached a stop"),
             ("endless", dict(truncated_frac=1.0), "lower learning_rate = 1e-05 first"),
             ("collapse", dict(solved=0.1), "solved fell from 30% to 10%"),
             # Of a run that collapses the learning rate is named, not the KL penalty.
@@ -1281,6 +1317,8 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
         assert signs(solved=0.0) == {}
     first |= dict(frac_zero_std=1.0)
     assert list(signs(frac_zero_std=1.0)) == ["equal"] and signs(frac_zero_std=0.9) == {}
+    assert list(signs(frac_zero_std=1.0, untagged=True)) == ["untagged"]
+    assert signs(frac_zero_std=0.9, untagged=True) == {}
     first |= dict(frac_zero_std=0.2)
     assert signs(frac_zero_std=1.0) == {}  # solved by training
     cfg.use_kl_penalty = False
