@@ -1293,6 +1293,7 @@ def test_warning_signs_name_what_is_wrong_and_nothing_else():
         return runs.warning_signs(fine | changes, first, cfg, 50)
 
     assert signs() == {} and signs(kl_per_token=0.15) == {}
+    assert signs(truncated_frac=1.0) == {}  # the reward has risen all the same
     for name, changes, words in (
             ("drift", dict(kl_per_token=0.21), "KL is 0.21 nats per token, above 0.2"),
             ("stuck", dict(reward_mean=0.31), "nothing is learnt"),
