@@ -711,7 +711,7 @@ SUPPORT = [
         ('any("</answer>" in text for text in texts)', 'any("<answer>" in text for text in texts)'),
         ("if n >= min(30, cfg.n_eval_problems):", "if n >= 30:"),
         ("if cfg.lora_rank and rate < 1e-4:", "if rate < 1e-4:"),
-        ('if rate == default and "Qwen3-1.7B"', 'if "Qwen3-1.7B"'),
+        ('if rate == 7e-6 and "Qwen3-1.7B"', 'if "Qwen3-1.7B"'),
         ("and (wrong := damage(checkpoint)):", "and False:"),
         ("        if name not in NOT_IN_NAME:\n", "        if True:\n"),
         ("    usual |= starter.preset_for(cfg.model_id, given)[1]\n", ""),

@@ -322,11 +322,10 @@ def notes_on_kl(cfg):
 def notes_on_learning_rate(cfg):
     """Returns a line where the learning rate was made for another model, or for all weights."""
     rate = cfg.learning_rate
-    default = inspect.signature(starter.main).parameters["learning_rate"].default
     if cfg.lora_rank and rate < 1e-4:
         return [f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times "
                 "the rate of all weights; SmolLM2 learnt with 2e-4"]
-    if rate == default and "Qwen3-1.7B" not in str(starter.origin_of(cfg.model_id)):
+    if rate == 7e-6 and "Qwen3-1.7B" not in str(starter.origin_of(cfg.model_id)):
         return [f"learning_rate = {rate:g} is meant for Qwen3-1.7B; SmolLM2-135M learnt with 2e-5, "
                 "the built-in model with 3e-4"]
     return []

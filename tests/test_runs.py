@@ -1273,10 +1273,9 @@ def test_learning_rate_of_another_model_is_told():
         return runs.notes_on_learning_rate(SimpleNamespace(
             model_id=model_id, learning_rate=learning_rate, lora_rank=lora_rank))
 
-    default = inspect.signature(starter.main).parameters["learning_rate"].default
-    assert "meant for Qwen3-1.7B" in notes("my/model", default)[0]
-    assert notes("Qwen/Qwen3-1.7B", default) == [] and notes("my/model", 2e-5) == []
-    assert "small for LoRA" in notes("Qwen/Qwen3-1.7B", default, lora_rank=16)[0]
+    assert "meant for Qwen3-1.7B" in notes("my/model", 7e-6)[0]
+    assert notes("Qwen/Qwen3-1.7B", 7e-6) == [] and notes("my/model", 2e-5) == []
+    assert "small for LoRA" in notes("Qwen/Qwen3-1.7B", 7e-6, lora_rank=16)[0]
     assert notes("my/model", 2e-4, lora_rank=16) == []
 
 
