@@ -651,8 +651,8 @@ def main():
         write_console(arguments.cache)
     elif arguments.trials:
         model_folder(arguments.cache)
-        fill(TRIALS, TRIED, arguments.seeds, dict(cache=str(arguments.cache), eval_every=0,
-                                      n_eval_problems=300, forgetting=False))
+        fill(TRIALS, TRIED, arguments.seeds,
+             dict(cache=str(arguments.cache), eval_every=0, n_eval_problems=300, forgetting=False))
         print(trials_table())
     elif arguments.explosion:
         model_folder(arguments.cache)

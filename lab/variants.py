@@ -146,17 +146,13 @@ def groups():
     return [(key, of_key) for key, of_key in found if of_key]
 
 
-def spread_of(values):
-    return f"{statistics.mean(values):.0f} ({min(values):.0f} to {max(values):.0f})"
-
-
 def variants_table():
     from lab.tables import markdown, spread
     lines = []
     for (name, kl), rows in groups():
-        lines.append([name, kl, spread_of([int(row["steps"]) for row in rows]),
-                      spread_of([100 * float(row["solved_after"]) for row in rows]),
-                      spread_of([100 * other_skills([row]) for row in rows]),
+        lines.append([name, kl, spread([int(row["steps"]) for row in rows]),
+                      spread([100 * float(row["solved_after"]) for row in rows]),
+                      spread([100 * other_skills([row]) for row in rows]),
                       spread([float(row["kl_per_token"]) for row in rows], 3)])
     return markdown(["recipe", "KL penalty", "steps", "solved, %", "other skills, %",
                      "KL to the start, nats per token"], lines)

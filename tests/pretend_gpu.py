@@ -1,9 +1,10 @@
 """A device that is not the CPU, and computes on it all the same.
 
 Its tensors say that they are on the device "pretend:0". It refuses what a GPU refuses: an operation
-on tensors of which some are on the CPU. Autocast there casts the operations that PyTorch's page
-"Automatic Mixed Precision" lists for CUDA. Transfers to the CPU are counted, since each is a wait
-for the GPU. Nothing else of a GPU is imitated: not its kernels, its rounding, its memory or speed.
+on tensors of which some are on the CPU. Autocast there casts as PyTorch's page "Automatic Mixed
+Precision" says for CUDA, for the operations that language models use. Transfers to the CPU are
+counted, since each is a wait for the GPU. Nothing else of a GPU is imitated: not its kernels, its
+rounding, its memory or speed.
 
 Importing this file adds the device to the process for good: use it in a process of its own.
 """
@@ -104,7 +105,7 @@ def compute(function, args, kwargs):
     def wrapped(x):
         if not isinstance(x, torch.Tensor) or not result_on_device:
             return x
-        return known.get(id(x)) if id(x) in known else PretendTensor(x)
+        return known[id(x)] if id(x) in known else PretendTensor(x)
 
     return tree_map(wrapped, function(*args, **kwargs))
 
