@@ -1,79 +1,35 @@
 """The KL penalty of starter.py for scripts that train with Tinker (tinker 0.38).
 
-    from integrations.tinker_kl import compute_grpo_kl_loss, compute_reference_logprobs
-
-A step with the penalty in the loss:
-
-    datums = make_datums(prompt_tokens, response_tokens)
-    ref_logprobs = await compute_reference_logprobs(ref_client, prompt_tokens, response_tokens)
-    loss_fn = functools.partial(
-        compute_grpo_kl_loss, kl_coef=controller.beta, kl=controller.settings,
-        advantages=advantages, old_logprobs=logprobs, ref_logprobs=ref_logprobs)
-    result = training_client.forward_backward_custom(datums, loss_fn).result()
-    controller.update(result.metrics["kl_per_token"], mean_reward)
-
-or in the advantages, which needs no custom loss:
-
-    per_token = advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3)
-    datums = make_ppo_datums(prompt_tokens, response_tokens, logprobs, per_token)
-    training_client.forward_backward(datums, "ppo", ppo_loss_fn_config(cliprange=0.2))
-
-The terms and the adaptive rules are those of starter.py, which this file imports. Log-probs are in
-nats and at temperature 1, so sample at temperature 1. docs/tinker.md has the parameters and what
-each method was measured to do.
+docs/tinker.md has the lines to change in such a script, the parameters, and what each method was
+measured to do. Terms and adaptive rules are imported from starter.py and support/. Log-probs are in
+nats and at temperature 1, so sample at temperature 1.
 """
 import asyncio
-import inspect
 import math
-from types import SimpleNamespace
 
 import torch
 from tinker import types
 from torch.nn.utils.rnn import pad_sequence
 
 import starter
+from integrations.options import checked_kl_settings
 from starter import InputError, KLController, KLSettings
-
-# What make_controller() takes, by the names and with the defaults of starter.main().
-OPTIONS = ["kl_estimator", "kl_gradient", "kl_in", "kl_adaptation_method", "kl_clip_threshold",
-           "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min",
-           "beta_schedule_steps", "max_new_tokens", "reproduce_paper"]
-CHOICES = {"kl_gradient": ["reverse", "as_written"], "kl_in": ["loss", "loss_to_go", "reward"]}
 
 
 # --------------------------------------------------------------------------------------------------
 # 1. Settings.
 
-def make_controller(kl_coef=0.01, state=None, **options):
+def make_controller(kl_coef=0.3, state=None, **options):
     """Returns a starter.KLController. Its beta is the coefficient of the next step, its settings
     are what compute_grpo_kl_loss takes as kl.
 
-    options: of OPTIONS. kl_adaptation_method is a term rule, a coefficient rule, or one of each,
-    as in "dynamic+sigmoid"; a rule that is added to starter.py can be named at once. state: the
-    controller.state of a run that is resumed, a dict of numbers.
-    Raises InputError for a name that is not known and for a term that penalises nothing or the
-    wrong thing, unless reproduce_paper=True.
+    options: main()'s parameters of the KL penalty (options.py). state: the controller.state of a
+    run that is resumed, a dict of numbers.
     """
-    parameters = inspect.signature(starter.main).parameters
-    for name, value in options.items():
-        if name not in OPTIONS:
-            raise InputError(f"{name} is not an option of the KL penalty; use one of "
-                             f"{', '.join(OPTIONS)}")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise InputError(f"{name} = {value!r} is not known; use one of {CHOICES[name]}")
-    cfg = SimpleNamespace(**{name: parameters[name].default for name in OPTIONS} | options)
-    cfg.kl_coef, cfg.use_kl_penalty, cfg.model_id = kl_coef, True, ""
-    if not 0 < kl_coef < math.inf:
-        raise InputError(f"kl_coef = {kl_coef!r} penalises nothing; use a number above 0, or leave "
-                         "the controller out and pass kl_coef=0 to the loss")
-    if not 0 < cfg.kl_target < math.inf:
-        raise InputError(f"kl_target = {cfg.kl_target!r} must be a number above 0, in nats per "
-                         "token; use 0.1")
+    kl = checked_kl_settings(kl_coef=kl_coef, **options)
     zero = torch.zeros(1, 1)
-    starter.compute_kl_divergence(zero, zero, cfg.kl_estimator)  # refuses what needs a vocabulary
-    cfg.kl = starter.kl_settings(cfg)
-    starter.check_kl(cfg)
-    return KLController(kl_coef, cfg.kl, state)
+    starter.compute_kl_divergence(zero, zero, kl.estimator)  # refuses what needs a vocabulary
+    return KLController(kl_coef, kl, state)
 
 
 def ppo_loss_fn_config(cliprange=0.2):
@@ -89,21 +45,7 @@ def ppo_loss_fn_config(cliprange=0.2):
 # --------------------------------------------------------------------------------------------------
 # 2. Advantages.  Lists of numbers, as they come from the sampling client.
 
-def compute_advantages(rewards, group_size, normalize_by_std=False):
-    """Rewards of P * G responses, group after group -> advantages (a list), and statistics.
-
-    The mean of the group is subtracted; normalize_by_std=True also divides by its standard
-    deviation, as in the GRPO paper. A group of equal rewards gets exactly 0.
-    """
-    if group_size < 2 or not len(rewards) or len(rewards) % group_size:
-        raise InputError(f"{len(rewards)} rewards are not whole groups of group_size = "
-                         f"{group_size}; give every response of a group, at least 2 of each")
-    advantages, metadata = starter.compute_group_normalized_advantages(
-        torch.tensor(rewards, dtype=torch.float32), group_size, 1e-6, normalize_by_std)
-    return advantages.tolist(), metadata
-
-
-def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.01,
+def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3,
                        kl=KLSettings(estimator="k1", placement="reward")):
     """B advantages, B lists of log-probs -> B lists of advantages, one for each token: less
     kl_coef times the KL of this token and of all later ones.
@@ -112,16 +54,13 @@ def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.01,
     on older samples its gradient is biased (README_KL.md).
     """
     if kl.estimator != "k1":
-        raise InputError(f"kl_estimator = {kl.estimator!r} in the advantages drives the policy "
-                         "away from the reference; use kl_estimator = 'k1'")
-    check_lengths(logprobs, ref_logprobs, "ref_logprobs")
-    check_lengths(logprobs, advantages, "advantages", scalars=True)
+        raise InputError(f"kl_estimator = {kl.estimator!r} in the advantages does not see the sign "
+                         "of the log-ratio; use kl_estimator = 'k1'")
     mask = padded([torch.ones(len(row), dtype=torch.bool) for row in logprobs])
-    old, ref = (padded([torch.tensor(row, dtype=torch.float32) for row in rows])
-                for rows in (logprobs, ref_logprobs))
-    of_response = torch.tensor(advantages, dtype=torch.float32)[:, None]
+    old, ref, of_response = (
+        padded(for_each_token(values, logprobs, name)) for values, name in (
+            (logprobs, "logprobs"), (ref_logprobs, "ref_logprobs"), (advantages, "advantages")))
     per_token = starter.put_kl_into_advantages(of_response, old, ref, mask, kl_coef, kl)
-    per_token = per_token.expand_as(old)
     return [row[:len(own)].tolist() for row, own in zip(per_token, logprobs)]
 
 
@@ -130,20 +69,19 @@ def padded(rows):
     return pad_sequence(rows, batch_first=True)
 
 
-def is_number(value):
-    """Also of numpy's and torch's kind."""
-    return isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0
-
-
-def check_lengths(rows, others, name, scalars=False):
-    """Refuses lists that do not belong to the same responses."""
-    if len(rows) != len(others):
-        raise InputError(f"{name} has {len(others)} entries for {len(rows)} responses; give one "
+def for_each_token(values, rows, name):
+    """B numbers or lists of them -> B tensors as long as the rows, which are the responses. Raises
+    InputError where they do not belong to the same responses."""
+    if len(values) != len(rows):
+        raise InputError(f"{name} has {len(values)} entries for {len(rows)} responses; give one "
                          "for each response")
-    for i, (row, other) in enumerate(zip(rows, others)):
-        if not (scalars and is_number(other)) and len(other) != len(row):
-            raise InputError(f"{name}[{i}] has {len(other)} numbers for {len(row)} response "
-                             "tokens; give one for each token of the response")
+    tensors = [own if torch.is_tensor(own) else torch.tensor(own) * 1.0 for own in values]
+    tensors = [own.expand(len(row)) if own.dim() == 0 else own for own, row in zip(tensors, rows)]
+    for i, (own, row) in enumerate(zip(tensors, rows)):
+        if len(own) != len(row):
+            raise InputError(f"{name}[{i}] has {len(own)} numbers for {len(row)} response tokens; "
+                             "give one for each token of the response")
+    return tensors
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,7 +94,7 @@ def make_datums(prompt_tokens, response_tokens):
     are 1 on the response. A weight is the share of its token in the loss: scale it for another
     average.
     """
-    return [make_datum(prompt, response, weights=[1.0] * len(response))
+    return [make_datum(prompt, response, weights=torch.ones(len(response)))
             for prompt, response in zip(prompt_tokens, response_tokens, strict=True)]
 
 
@@ -166,15 +104,11 @@ def make_ppo_datums(prompt_tokens, response_tokens, logprobs, advantages):
     logprobs: of the sampler, one for each response token. advantages: a number for each response,
     or a list with one for each token. The prompt has advantage 0, which is how it is left out.
     """
-    check_lengths(response_tokens, logprobs, "logprobs")
-    check_lengths(response_tokens, advantages, "advantages", scalars=True)
-    datums = []
-    for i, (prompt, response) in enumerate(zip(prompt_tokens, response_tokens, strict=True)):
-        of_token = advantages[i]
-        if is_number(of_token):
-            of_token = [float(of_token)] * len(response)
-        datums.append(make_datum(prompt, response, logprobs=logprobs[i], advantages=of_token))
-    return datums
+    return [make_datum(prompt, response, logprobs=own, advantages=of_tokens)
+            for prompt, response, own, of_tokens in zip(
+                prompt_tokens, response_tokens,
+                for_each_token(logprobs, response_tokens, "logprobs"),
+                for_each_token(advantages, response_tokens, "advantages"), strict=True)]
 
 
 def make_datum(prompt, response, **of_response):
@@ -185,7 +119,7 @@ def make_datum(prompt, response, **of_response):
     whole = [*prompt, *response]
     inputs = {"target_tokens": torch.tensor(whole[1:])}
     for name, values in of_response.items():
-        inputs[name] = torch.tensor([0.0] * (len(prompt) - 1) + list(values))
+        inputs[name] = torch.cat([torch.zeros(len(prompt) - 1), values])
     return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
 
 
@@ -211,7 +145,7 @@ async def compute_reference_logprobs(ref_client, prompt_tokens, response_tokens)
 # --------------------------------------------------------------------------------------------------
 # 4. Loss.
 
-def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.01, cliprange=0.2, advantages=None,
+def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.3, cliprange=0.2, advantages=None,
                          old_logprobs=None, ref_logprobs=None, kl=KLSettings(), as_printed=False):
     """A loss for forward_backward_custom: the PPO-clipped term plus kl_coef * KL, summed over the
     response tokens of all datums, as the built-in "ppo" sums. Returns it and metrics.
@@ -226,7 +160,7 @@ def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.01, cliprange=0.2, advan
     prompt included. Its expected gradient on the response is zero; kl is then not used.
     """
     if not 0 <= kl_coef < math.inf:
-        raise InputError(f"kl_coef = {kl_coef!r} must be a number of at least 0; use 0.01")
+        raise InputError(f"kl_coef = {kl_coef!r} must be a number of at least 0; use 0.3")
     policy = padded(logprobs_list)
     weights = [weights_of(datum).to(policy.dtype) for datum in data]
     advantages, old, ref = (
@@ -243,8 +177,7 @@ def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.01, cliprange=0.2, advan
                                           0.0 if as_printed else kl_coef, mask, kl)
     total = torch.where(mask, loss * shares, 0.0).sum()
     if as_printed and kl_coef:
-        everywhere = padded([torch.ones_like(row, dtype=torch.bool) for row in logprobs_list])
-        total = total + kl_coef * torch.where(everywhere, ref - policy, 0.0).sum()
+        total = total + kl_coef * (ref - policy).sum()  # padding is 0 in both
 
     metrics = {name: float(value) for name, value in metadata.items()}
     if ref is not None:
@@ -276,10 +209,6 @@ def aligned(given, name, data, weights):
             return None
         return padded([datum.loss_fn_inputs[name].to_torch().to(weights[0].dtype)
                        for datum in data])
-    check_lengths([share[share != 0] for share in weights], given, name, scalars=True)
-    rows = []
-    for values, share in zip(given, weights):
-        row = torch.zeros_like(share)
-        row[share != 0] = torch.as_tensor(values, dtype=row.dtype)
-        rows.append(row)
-    return padded(rows)
+    of_response = for_each_token(given, [share[share != 0] for share in weights], name)
+    return padded([torch.zeros_like(share).masked_scatter(share != 0, own.to(share.dtype))
+                   for own, share in zip(of_response, weights)])

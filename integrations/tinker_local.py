@@ -10,17 +10,18 @@ network, so seconds measured here are not those of the service.
 """
 import copy
 import functools
-import itertools
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy
 import torch
-from tinker import APIFuture, types
+from tinker import types
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch.nn.utils.rnn import pad_sequence
 
 import starter
+from support import tasks
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # absolute ratios
 
@@ -40,44 +41,36 @@ LOSS_INPUTS = {"cross_entropy": {"target_tokens", "weights"},
                "ppo": {"target_tokens", "logprobs", "advantages"}}
 
 
-def run_in(thread, function, *args) -> APIFuture:
-    """Runs function(*args) after what was given to the thread before."""
-    return AwaitableConcurrentFuture(thread.submit(function, *args))
-
-
-def token_ids(model_input, model):
-    """A ModelInput of text -> its ids, checked against the model."""
-    ids = model_input.to_ints()
-    config = model.config.get_text_config()
-    if not ids or not all(0 <= token < config.vocab_size for token in ids):
-        raise ValueError(f"model_input must hold ids from 0 to {config.vocab_size - 1}, got {ids}")
-    if len(ids) > config.max_position_embeddings:
-        raise ValueError(f"model_input has {len(ids)} tokens; this model reads "
-                         f"{config.max_position_embeddings}")
-    return ids
+def log_probs_of(model, rows, targets):
+    """B lists of ids, B lists of the ids that follow each -> B (T,) tensors of log-probs."""
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    ids, labels, mask = (pad_sequence(some, batch_first=True) for some in (
+        [torch.tensor(row).long() for row in rows],
+        [torch.as_tensor(row).long() for row in targets], masks))
+    log_probs = starter.get_response_log_probs(model, ids, labels, mask)
+    return [row[own] for row, own in zip(log_probs, mask)]
 
 
 class LocalServiceClient:
-    """Serves one model, by default the built-in one. model: a loaded transformers model, which is
-    copied; tokenizer: its tokenizer."""
+    """Serves copies of one loaded transformers model, by default of the built-in one."""
 
     def __init__(self, model=None, tokenizer=None):
         if model is None:
-            model, tokenizer = starter.init_policy(starter.find_model("tiny"), torch.device("cpu"))
+            model, tokenizer = starter.init_policy(tasks.TINY, torch.device("cpu"))
         self.base_model, self.tokenizer = model, tokenizer
         self.thread = ThreadPoolExecutor(max_workers=1)
 
+    def _client(self, kind):
+        return AwaitableConcurrentFuture(self.thread.submit(
+            lambda: kind(copy.deepcopy(self.base_model), self.tokenizer)))
+
     def create_lora_training_client(self, base_model, rank=32, seed=None):
         """-> future of a LocalTrainingClient. base_model is only a name here."""
-        return run_in(self.thread, lambda: LocalTrainingClient(
-            copy.deepcopy(self.base_model), self.tokenizer))
+        return self._client(LocalTrainingClient)
 
-    def create_sampling_client(self, model_path=None, base_model=None):
+    def create_sampling_client(self, base_model):
         """-> future of a LocalSamplingClient on the weights that nobody trained."""
-        if model_path is not None or base_model is None:
-            raise ValueError("the local service needs base_model, and has no model_path")
-        return run_in(self.thread, lambda: LocalSamplingClient(
-            copy.deepcopy(self.base_model), self.tokenizer))
+        return self._client(LocalSamplingClient)
 
 
 class LocalTrainingClient:
@@ -85,13 +78,14 @@ class LocalTrainingClient:
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer = model, tokenizer
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.optimizer = None
+        self.optimizer = torch.optim.AdamW(model.parameters())
         self.failed = None
 
     def get_tokenizer(self):
         return self.tokenizer
 
     def submit(self, function, *args):
+        """Runs function(*args) after what was submitted before."""
         def run():
             if self.failed is not None:
                 raise RuntimeError("a request before this one failed") from self.failed
@@ -100,10 +94,7 @@ class LocalTrainingClient:
             except BaseException as error:
                 self.failed = error
                 raise
-        return run_in(self.thread, run)
-
-    def forward(self, data, loss_fn, loss_fn_config=None):
-        return self.submit(self._run, list(data), loss_fn, loss_fn_config, False)
+        return AwaitableConcurrentFuture(self.thread.submit(run))
 
     def forward_backward(self, data, loss_fn, loss_fn_config=None):
         """Adds the gradient of the summed loss to that of the calls before."""
@@ -131,34 +122,26 @@ class LocalTrainingClient:
         if unknown:
             raise ValueError(f"loss_fn_config of {loss_fn!r} has unknown keys {sorted(unknown)}")
         for i, datum in enumerate(data):
-            ids = token_ids(datum.model_input, self.model)
+            length = datum.model_input.length
             given = set(datum.loss_fn_inputs)
             if given != LOSS_INPUTS[loss_fn]:
                 raise ValueError(f"datum[{i}]: {loss_fn!r} takes {sorted(LOSS_INPUTS[loss_fn])}, "
                                  f"got {sorted(given)}")
             for name, tensor in datum.loss_fn_inputs.items():
-                if list(tensor.to_torch().shape) != [len(ids)]:
-                    raise ValueError(f"datum[{i}]: {name} has shape {tensor.shape} for "
-                                     f"{len(ids)} input tokens")
-
-    def _log_probs(self, data):
-        """-> one (T,) tensor for each datum."""
-        ids = [torch.tensor(datum.model_input.to_ints()) for datum in data]
-        targets = [datum.loss_fn_inputs["target_tokens"].to_torch() for datum in data]
-        masks = [torch.ones(len(row), dtype=torch.bool) for row in ids]
-        ids, labels, mask = (pad_sequence(rows, batch_first=True) for rows in (ids, targets, masks))
-        log_probs = starter.get_response_log_probs(self.model, ids, labels, mask)
-        return [row[own] for row, own in zip(log_probs, mask)]
+                if list(tensor.to_torch().shape) != [length]:
+                    raise ValueError(f"datum[{i}]: {name} has shape {tensor.shape} for {length} "
+                                     "input tokens")
 
     def _run(self, data, loss_fn, config, backward):
         self._check(data, loss_fn, config or {})
         loss = cross_entropy
         if loss_fn == "ppo":
             loss = functools.partial(ppo, config=CLIP | dict(config or {}))
+        inputs = [{name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
+                  for datum in data]
         with torch.set_grad_enabled(backward):
-            log_probs = self._log_probs(data)
-            inputs = [{name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
-                      for datum in data]
+            log_probs = log_probs_of(self.model, [datum.model_input.to_ints() for datum in data],
+                                     [own["target_tokens"] for own in inputs])
             total = sum(loss(row, **own) for row, own in zip(log_probs, inputs))
         if backward:
             total.backward()
@@ -189,10 +172,6 @@ class LocalTrainingClient:
         return result
 
     def _optim_step(self, params):
-        if not isinstance(params, types.AdamParams):
-            raise TypeError("Expected AdamParams")
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.optimizer.param_groups[0].update(
             lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps,
             weight_decay=params.weight_decay)
@@ -203,96 +182,37 @@ class LocalTrainingClient:
         return types.OptimStepResponse(metrics={"grad_norm": float(norm)})
 
 
-class ServedOnWait(AwaitableConcurrentFuture):
-    """A future whose request is served when somebody waits for it."""
-
-    def __init__(self, serve):
-        super().__init__(Future())
-        self.serve = serve
-
-    def result(self, timeout=None):
-        self.serve()
-        return super().result(timeout)
-
-    async def result_async(self, timeout=None):
-        self.serve()
-        return await super().result_async(timeout)
-
-    def future(self):
-        self.serve()
-        return self._future
-
-
 class LocalSamplingClient:
-    """Requests that were sent before anyone waited are served together, as a server would. What
-    is in a batch then depends on the program alone, and a run can be repeated to the bit."""
+    """Requests are served one after the other."""
 
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
-        self.waiting = []  # (future, what serves it, request)
-        self.names = map("sequence-{}".format, itertools.count())
+        self.thread = ThreadPoolExecutor(max_workers=1)
 
     def sample(self, prompt, num_samples, sampling_params):
         """-> future of a SampleResponse. Sequence j of a request draws with its seed + j."""
         params = sampling_params
         if params.top_p != 1 or params.top_k != -1 or not params.max_tokens or num_samples < 1:
             raise ValueError("the local service samples with max_tokens, top_p = 1 and top_k = -1")
-        ids = token_ids(prompt, self.model)
-        seed = random.getrandbits(31) if params.seed is None else params.seed
-        return self._submit(self._sample, (ids, num_samples, seed, params))
+        return AwaitableConcurrentFuture(self.thread.submit(
+            self._sample, prompt.to_ints(), num_samples, params))
 
     def compute_logprobs(self, prompt):
         """-> future of a list: log p of each token given those before it, None for the first."""
-        return self._submit(self._score, token_ids(prompt, self.model))
+        return AwaitableConcurrentFuture(self.thread.submit(self._score, prompt.to_ints()))
 
-    def _submit(self, serve, request):
-        future = ServedOnWait(self._serve)
-        self.waiting.append((future, serve, request))
-        return future
+    def _sample(self, ids, num_samples, params):
+        stop = params.stop or starter.find_stop_tokens(self.model, self.tokenizer)
+        cfg = SimpleNamespace(max_new_tokens=params.max_tokens, stop_token_ids=tuple(stop),
+                              bf16=False)
+        seed = random.getrandbits(31) if params.seed is None else params.seed
+        responses = starter.rollout_with_transformers(self.model, [ids], cfg, seed, num_samples,
+                                                      params.temperature)
+        return types.SampleResponse(sequences=[types.SampledSequence(
+            stop_reason="stop" if response.finished else "length", sequence_id=f"sequence-{i}",
+            tokens_np=numpy.array(response.response_ids, dtype=numpy.int32),
+            logprobs_np=numpy.array(response.log_probs, dtype=numpy.float32))
+            for i, response in enumerate(responses)])
 
-    @torch.no_grad()
-    def _serve(self):
-        waiting, self.waiting = self.waiting, []
-        for serve in dict.fromkeys(serve for _, serve, _ in waiting):
-            of_kind = [(future, request) for future, kind, request in waiting if kind == serve]
-            try:
-                for (future, _), answer in zip(of_kind, serve([x for _, x in of_kind])):
-                    future._future.set_result(answer)
-            except Exception as error:  # who waits for one of them must hear of it
-                for future, _ in of_kind:
-                    future._future.set_exception(error)
-
-    def _sample(self, requests):
-        """Neighbours that ask for the same and whose seeds follow one another are one rollout."""
-        def kind(item):
-            i, (_, n, seed, params) = item
-            return n, seed - i * n, params.max_tokens, params.temperature, str(params.stop)
-
-        answers = []
-        for (n, *_), same in itertools.groupby(enumerate(requests), kind):
-            prompts, _, seeds, params = zip(*(request for _, request in same))
-            stop = params[0].stop
-            if stop is None:
-                stop = starter.find_stop_tokens(self.model, self.tokenizer)
-            sampling = starter.Sampling(n, params[0].max_tokens, params[0].temperature, seeds[0],
-                                        tuple(stop))
-            responses = starter.rollout_with_transformers(self.model, list(prompts), sampling)
-            sequences = [sampled_sequence(response, next(self.names)) for response in responses]
-            answers += [types.SampleResponse(sequences=sequences[first:first + n])
-                        for first in range(0, len(sequences), n)]
-        return answers
-
-    def _score(self, requests):
-        ids = pad_sequence([torch.tensor(ids) for ids in requests], batch_first=True)
-        lengths = torch.tensor([len(ids) for ids in requests])[:, None]
-        labels = ids[:, 1:]
-        mask = torch.arange(1, ids.shape[1]) < lengths
-        log_probs = starter.get_response_log_probs(self.model, ids[:, :-1], labels, mask)
-        return [[None, *row[own].tolist()] for row, own in zip(log_probs, mask)]
-
-
-def sampled_sequence(response, name):
-    return types.SampledSequence(
-        stop_reason="stop" if response.finished else "length", sequence_id=name,
-        tokens_np=numpy.array(response.response_ids, dtype=numpy.int32),
-        logprobs_np=numpy.array(response.log_probs, dtype=numpy.float32))
+    def _score(self, ids):
+        return [None, *log_probs_of(self.model, [ids[:-1]], [ids[1:]])[0].tolist()]

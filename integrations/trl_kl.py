@@ -6,7 +6,7 @@ With the new options at their defaults TRL's own code runs, bit for bit. With an
 computes its loss without a KL term, and the KL term of starter.py is added to it, averaged over
 tokens as TRL's loss_type averages. docs/trl.md explains the options and what was measured.
 
-Needs TRL 1.16 (pip install trl==1.16.0), and starter.py beside the folder integrations/.
+Needs TRL 1.16 (pip install trl==1.16.0), and starter.py and support/ beside integrations/.
 SPDX-License-Identifier: MIT
 """
 import inspect
@@ -14,7 +14,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import trl
@@ -22,13 +21,12 @@ from trl.trainer.utils import use_adapter
 
 environment = set(os.environ)
 import starter
+from integrations import options
 
 for variable in set(os.environ) - environment:
     del os.environ[variable]  # starter.py sets some for its own runs; TRL's run as they would alone
 
-KNOWN = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
-         "kl_estimator": ("k1", "k2", "k3", "exact"), "kl_gradient": ("reverse", "as_written"),
-         "kl_in": ("loss", "loss_to_go", "reward")}
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")  # whose average _token_weights() knows
 CONTROLLER_FILE = "kl_controller.json"  # in each checkpoint folder
 
 
@@ -44,77 +42,52 @@ class GRPOConfig(trl.GRPOConfig):
     beta_schedule_steps: int = 1000  # optimiser steps
     # None in these three is TRL's own KL term, or "k3", "reverse", "loss" if another is given.
     kl_estimator: str | None = None  # the value: "k1", "k2", "k3", "exact" (over the vocabulary)
-    kl_gradient: str | None = None  # "reverse", or "as_written" (see takes_ratio_of_trl)
+    kl_gradient: str | None = None  # "reverse", or "as_written": autograd through the value
     kl_in: str | None = None  # "loss", "loss_to_go", "reward"
     reproduce_paper: bool = False  # True: allow a KL term that is known not to work
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.kl_clip_threshold is None:
-            self.kl_clip_threshold = 5.0 if "clip_sound" in self.kl_adaptation_method else 1.0
-
-    @property
-    def uses_trl_kl(self):
-        """Whether all of the options that choose a KL term are at their defaults."""
-        chosen = (self.kl_estimator, self.kl_gradient, self.kl_in)
-        return self.kl_adaptation_method == "none" and chosen == (None, None, None)
 
 
 def check_options(args):
     """Raises starter.InputError, in one sentence, for what cannot work together with TRL."""
-    if not args.beta > 0:
-        raise starter.InputError(
-            f"beta = {args.beta!r} leaves nothing for the KL options to act on; use a beta above "
-            "0, or leave out kl_adaptation_method, kl_estimator, kl_gradient and kl_in")
-    for name, known in KNOWN.items():
-        value = getattr(args, name)
-        if value is not None and value not in known:
-            raise starter.InputError(f"{name} = {value!r} does not work with the KL options; "
-                                     f"use one of {', '.join(map(repr, known))}")
-    if (args.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
-        raise starter.InputError(
-            "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past "
-            "the KL options; use use_liger_kernel = False")
-    above_0 = ["kl_clip_threshold", "kl_target", "dynamic_beta_decay", "beta_schedule_steps"]
-    if "length_normalized_sound" in args.kl_adaptation_method:
-        above_0.append("max_completion_length")  # its divisor, which TRL allows to be None
-    for name in above_0:
-        if not (getattr(args, name) or 0) > 0:
-            raise starter.InputError(f"{name} = {getattr(args, name)!r} must be a number above 0 "
-                                     "with the KL options; leave it out to get the default")
-    for method in ("compute_loss", "_compute_loss"):
-        module = getattr(GRPOTrainer.__base__, method).__module__
-        if module != "trl.trainer.grpo_trainer":
-            raise starter.InputError(
-                f"GRPOTrainer.{method} was replaced by {module}, which would ignore the KL "
-                "options; remove that import (of unsloth, say), or leave the options out")
+    for works, sentence in (
+        (args.beta > 0,
+         f"beta = {args.beta!r} leaves nothing for the KL options to act on; use a beta above 0, "
+         "or leave out kl_adaptation_method, kl_estimator, kl_gradient and kl_in"),
+        (args.loss_type in LOSS_TYPES,
+         f"loss_type = {args.loss_type!r} does not work with the KL options; "
+         f"{starter.nearest(args.loss_type, LOSS_TYPES)}"),
+        (args.kl_gradient != "as_written" or not args.use_bias_correction_kl,
+         "kl_gradient = 'as_written' would be TRL's k3 times the importance ratio, which has the "
+         "gradient of 'reverse'; use that, or use_bias_correction_kl = False"),
+        (args.kl_in != "reward" or args.importance_sampling_level == "token"
+         and args.top_entropy_quantile == 1 and args.off_policy_mask_threshold is None,
+         "kl_in = 'reward' does not work with importance_sampling_level = 'sequence', "
+         "top_entropy_quantile or off_policy_mask_threshold, which would act on the KL too; use "
+         "kl_in = 'loss_to_go'"),
+        (not (args.liger_kernel_config or {}).get("fused_linear_cross_entropy"),
+         "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past the "
+         "KL options; use use_liger_kernel = False"),
+        *((module == "trl.trainer.grpo_trainer",
+           f"GRPOTrainer's loss was replaced by {module}, which would ignore the KL options; "
+           "remove that import (of unsloth, say), or leave the options out")
+          for module in (trl.GRPOTrainer.compute_loss.__module__,
+                         trl.GRPOTrainer._compute_loss.__module__)),
+    ):
+        if not works:
+            raise starter.InputError(sentence)
 
 
 def kl_settings_of(args):
     """GRPOConfig -> starter.KLSettings, or None where TRL's own KL term is asked for. Raises
-    starter.InputError for a combination that starter.py refuses, or that TRL cannot do."""
-    if not isinstance(args, GRPOConfig) or args.uses_trl_kl:
+    starter.InputError for a combination that support/ refuses, or that TRL cannot do."""
+    if not isinstance(args, GRPOConfig):
+        return None
+    given = {name: getattr(args, name) for name in options.NAMES if hasattr(args, name)}
+    if all(value == getattr(GRPOConfig, name) for name, value in given.items()):
         return None
     check_options(args)
-    chosen = SimpleNamespace(**vars(args) | dict(
-        kl_estimator=args.kl_estimator or "k3", kl_gradient=args.kl_gradient or "reverse",
-        kl_in=args.kl_in or "loss", max_new_tokens=args.max_completion_length, model_id=None,
-        use_kl_penalty=True, kl_coef=args.beta))
-    chosen.kl = starter.kl_settings(chosen)
-    is_form_of_trl = chosen.kl_estimator == "k3" and chosen.kl_in == "loss"
-    if takes_ratio_of_trl(chosen.kl, args) and not is_form_of_trl:
-        raise starter.InputError(
-            "kl_gradient = 'as_written' with use_bias_correction_kl = True is TRL's k3 in the loss "
-            f"times the importance ratio, not kl_estimator = {chosen.kl_estimator!r}, kl_in = "
-            f"{chosen.kl_in!r}; use use_bias_correction_kl = False")
-    starter.check_kl(chosen)
-    return chosen.kl
-
-
-def takes_ratio_of_trl(kl, args):
-    """Whether the KL as written is multiplied by the importance ratio, as TRL 1.16 does it."""
-    return (kl.gradient == "as_written" and kl.placement != "reward"
-            and kl.estimator != "exact" and args.use_bias_correction_kl)
+    return options.checked_kl_settings(
+        **given, kl_coef=args.beta, max_new_tokens=args.max_completion_length)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -127,14 +100,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         self.controller = starter.KLController(self.beta, self.kl_settings)
         self._mean_reward = float("nan")
-        self._kl_sums = 0.0  # since the last optimiser step
         self._log_probs = self._exact_kl = None  # of the last forward pass
-        self._say(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
-                  f"of its own: {self.kl_settings}")
-
-    def _say(self, line):
         if self.accelerator.is_main_process:
-            print(line, flush=True)
+            print(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
+                  f"of its own: {self.kl_settings}", flush=True)
 
     def _calculate_rewards(self, inputs, *others):
         """(N, n functions) rewards of all processes. Their weighted mean moves beta."""
@@ -185,11 +154,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         penalty, metadata = starter.kl_penalty(log_probs, ref_log_probs, old_log_probs, mask, kl,
                                                self._exact_kl)
         self._log_probs = self._exact_kl = None
-        if takes_ratio_of_trl(kl, self.args):
-            log_ratio = log_probs - old_log_probs
-            if self.importance_sampling_level == "sequence":
-                log_ratio = starter.masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
-            penalty = penalty * torch.exp(log_ratio)
         if kl.placement != "reward":
             weighted = penalty * self._token_weights(mask, inputs)
             loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
@@ -264,11 +228,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._kl_sums = 0.0
         sums = self.accelerator.reduce(sums)
         raw, adapted, per_token = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
-        metrics = self._metrics["train" if training else "eval"]
-        metrics["kl"].append(raw)
-        metrics["adaptive_kl/raw_kl"].append(raw)
-        metrics["adaptive_kl/adapted_kl"].append(adapted)
-        metrics["adaptive_kl/current_beta"].append(beta)
+        for name, value in (("kl", raw), ("adaptive_kl/raw_kl", raw),
+                            ("adaptive_kl/adapted_kl", adapted),
+                            ("adaptive_kl/current_beta", beta)):
+            self._metrics["train" if training else "eval"][name].append(value)
         if training:
             self.controller.update(per_token, self._mean_reward)
 
@@ -281,17 +244,12 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.kl_settings is None or checkpoint is None:
-            return
-        saved = Path(checkpoint, CONTROLLER_FILE)
-        if saved.is_file():
-            self.controller.state |= json.loads(saved.read_text())
-        else:
-            self._say(f"{saved} is missing, so beta starts again from {self.beta}")
+        if self.kl_settings is not None and checkpoint is not None:
+            self.controller.state |= json.loads(Path(checkpoint, CONTROLLER_FILE).read_text())
 
     def train(self, *arguments, **named):
         """Beta starts from args.beta, or from the checkpoint that is resumed."""
         if self.kl_settings is not None:
             self.controller = starter.KLController(self.beta, self.kl_settings)
-            self._kl_sums = 0.0
+            self._kl_sums = 0.0  # since the last optimiser step
         return super().train(*arguments, **named)

@@ -1,200 +1,89 @@
 """Time to a solved rate: starter.py beside TRL 1.16.
 
-    python -m lab.race              on the built-in model: the seeds that results/race.csv does not
-                                    hold yet (eight; about four minutes a seed on two quiet cores)
-    python -m lab.race --small      on SmolLM2's addition -> results/race_small.csv (two seeds, half
-                                    an hour each; lab.real_model makes the model)
-    python -m lab.race --table      prints the ratios
-    python -m lab.race --figure     draws figures/race.png
+    python -m lab.race tiny       the built-in model: eight seeds, about four minutes a seed
+    python -m lab.race smollm2    SmolLM2's addition: two seeds, half an hour each
 
 Both train the same model on the same problems with the same reward, learning rate, warm-up, batch,
 loss (dapo, no KL penalty), optimiser and number of steps; TRL with as many rows at once as are
 quickest for it. The clock runs during steps only: rollout, reward, update. Every five steps it
-stands still, and the same 500 held-out problems are solved greedily, by the same code for both.
-A goal is reached where the mean of the last three such evaluations is at or above it. Each run is
-a process of its own; which side goes first changes from seed to seed. Needs `pip install
-trl==1.16.0 datasets`.
+stands still, and the same 500 held-out problems are solved greedily. A goal is reached where the
+mean of the last three such evaluations is at or above it. Each run is a process of its own; which
+side goes first changes from seed to seed. Seeds that lab/results/race_<name>.csv holds are not run
+again. Needs `pip install trl==1.16.0 datasets`.
 """
-import os
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for both: here nothing else is at work
-
-import starter  # first: it sets variables that torch reads when it is imported
-
 import argparse
-import csv
-import inspect
+import itertools
 import json
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
-from typing import Callable, NamedTuple
 
-import torch
+from lab import bench
+from lab.rows import append_rows, read_csv, run_python, where
+from lab.sweep import start_of
 
-from lab import bench, real_model
-
-class Contest(NamedTuple):
-    name: str  # of the csv file
-    preset: dict  # of starter.py
-    model: Callable  # () -> its folder
-    seeds: range
-    goals: tuple
-    trl_rows: tuple  # at once, of which the quickest is taken
+CONTESTS = {  # by preset of starter.py; rows: at once, for TRL, of which the quickest is taken
+    "tiny": dict(seeds=range(8), goals=(0.70, 0.75, 0.80), rows=(256, 128, 64)),
+    "smollm2": dict(seeds=range(2), goals=(0.50, 0.60, 0.70), rows=(128, 64, 32, 16)),
+}
+EVALUATE_EVERY = 5  # steps
 
 
-TINY = Contest("race", starter.TINY, lambda: starter.find_model("tiny"), range(8),
-               (0.70, 0.75, 0.80), (256, 128, 64))
-SMALL = Contest("race_small", starter.SMALL, lambda: real_model.model_folder(real_model.CACHE),
-                range(2), (0.50, 0.60, 0.70), (128, 64, 32, 16))
-EVALUATE_EVERY = 5
-COLUMNS = ["side", "seed", "step", "seconds", "solved", "rows_at_once", "commit", "machine"]
+# --------------------------------------------------------------------------------------------------
+# 1. Runs, each in a process of its own -> [step, seconds of all steps so far, solved].
+
+def run_ours(settings, contest):
+    """main() itself evaluates, and logs the seconds of its steps."""
+    logged = bench.run_ours(settings | {"eval_every": EVALUATE_EVERY})["logged"]
+    seconds = [0.0, *itertools.accumulate(x for _, x in logged["time/total"])]
+    return [[step, seconds[step], solved] for step, solved in logged["eval/solved"]]
 
 
-class Track:
-    """Notes (step, seconds of all steps so far, solved) and keeps the clock of the steps."""
-
-    def __init__(self, cfg, tokenizer, held_out):
-        self.cfg = cfg
-        self.tokenizer = tokenizer
-        self.problems = starter.Problems([], starter.with_prompt_ids(held_out, tokenizer), [])
-        self.parts = starter.Parts(bench.fast.COMPUTE, starter.OneProcess(),
-                                   bench.one_step_run(starter.Run)(cfg, starter.OneProcess()))
-        self.seconds = 0.0
-        self.notes = []
-
-    def note(self, step, policy):
-        metrics, _ = starter.evaluate(policy, None, self.tokenizer, self.problems, self.cfg,
-                                      self.parts)
-        self.notes.append((step, self.seconds, metrics["solved"]))
-
-    def after_step(self, step, seconds, policy):
-        self.seconds += seconds
-        if step % EVALUATE_EVERY == 0:
-            self.note(step, policy)
+def run_trl(settings, contest):
+    rows = bench.quickest_rows(settings, contest["rows"])
+    program = ("import json, sys\nfrom lab import race\n"
+               "print('result', json.dumps(race.train_with_trl(*json.loads(sys.argv[1]))))")
+    return json.loads(run_python(["-c", program, json.dumps([settings, rows])]))
 
 
-def settings_of(contest, seed):
-    """What the preset changes in main()'s settings, and the seed."""
-    parameters = inspect.signature(starter.main).parameters
-    preset = {name: parameters[name].default for name in (
-        "rollout_batch_size", "max_tokens_per_microbatch")} | contest.preset
-    del preset["model_id"], preset["max_new_tokens"]
-    return preset | {"seed": seed, "reward": starter.reward_fn}
-
-
-def run_ours(contest, seed, steps):
-    ours = bench.Ours(contest.model(), contest.preset["max_new_tokens"], True, False,
-                      **settings_of(contest, seed))
-    cfg = ours.cfg
-    _, held_out = starter.TASKS[cfg.task](cfg)
-    track = Track(cfg, ours.tokenizer, held_out)
-    track.note(0, ours.policy)
-    for step in range(1, steps + 1):
-        start = time.perf_counter()
-        ours.step()
-        track.after_step(step, time.perf_counter() - start, ours.policy)
-    return track.notes, cfg.rollout_batch_size
-
-
-def trl_trainer(cfg, rows, steps, callback):
-    """TRL's trainer with the settings of cfg, `rows` rows at once."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-    problems, _ = starter.TASKS[cfg.task](cfg)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
-                                             tokenize=False, add_generation_prompt=True)
-               for problem in problems]
-
-    def reward(prompts, completions, number, **kwargs):
-        return [cfg.reward(text, problems[i]) for i, text in zip(number, completions)]
-
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=True, seed=cfg.seed,
-        per_device_train_batch_size=rows, num_generations=cfg.group_size,
-        gradient_accumulation_steps=cfg.rollout_batch_size // rows, max_steps=steps,
-        max_completion_length=cfg.max_new_tokens, learning_rate=cfg.learning_rate,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=cfg.warmup_steps, beta=0.0,
-        adam_beta1=0.9, adam_beta2=0.95, weight_decay=cfg.weight_decay,
-        max_grad_norm=cfg.max_grad_norm, loss_type=cfg.loss_average, epsilon=cfg.clip_range,
-        scale_rewards="group", temperature=cfg.temperature, gradient_checkpointing=False,
-        logging_steps=10**6, save_strategy="no", report_to=[], disable_tqdm=True,
-        dataloader_pin_memory=False)
-    data = Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))})
-    model = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32)
-    return GRPOTrainer(model=model, args=config, processing_class=tokenizer, reward_funcs=reward,
-                       train_dataset=data, callbacks=[callback])
-
-
-def clock(each_step):
-    """A callback of TRL's trainer; each_step(step, seconds, model) is called after each step."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            self.start = time.perf_counter()
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            each_step(state.global_step, time.perf_counter() - self.start, model)
-
-    return Clock()
-
-
-def run_trl(contest, seed, steps):
-    cfg = bench.configuration(contest.model(), contest.preset["max_new_tokens"], True, False,
-                              **settings_of(contest, seed))
-    quickest = {}
-    for rows in contest.trl_rows:  # the first of four steps is not counted
-        times = []
-        trl_trainer(cfg, rows, 4, clock(lambda step, seconds, model: times.append(seconds))).train()
-        quickest[rows] = min(times[1:])
-    rows = min(quickest, key=quickest.get)
-    _, held_out = starter.TASKS[cfg.task](cfg)
-    policy, tokenizer = starter.init_policy(cfg.model_id, torch.device("cpu"))
+def train_with_trl(settings, rows):
+    """Runs TRL's trainer in this process, with evaluations by starter.evaluate."""
+    import starter
+    cfg = starter.cfg_with(**{name: x for name, x in settings.items() if name != "distinct"})
+    policy, tokenizer = starter.init_policy(cfg.model_id, "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
-    track = Track(cfg, tokenizer, held_out)
-    track.note(0, policy)
-    trl_trainer(cfg, rows, steps, clock(track.after_step)).train()
-    return track.notes, rows
+    held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
+    problems = starter.Problems([], held_out, [])
+    notes = []
+
+    def note(step, seconds, model):
+        metrics, _ = starter.evaluate(model, None, tokenizer, problems, cfg)
+        notes.append([step, seconds, metrics["solved"]])
+
+    note(0, 0.0, policy)
+    so_far = 0.0
+
+    def after_step(step, seconds, model):
+        nonlocal so_far
+        so_far += seconds
+        if step % EVALUATE_EVERY == 0:
+            note(step, so_far, model)
+
+    bench.train_with_trl(settings, rows, after_step)
+    return notes
 
 
 SIDES = {"starter.py": run_ours, "TRL": run_trl}
 
 
-def run_in_process(contest, side, seed, steps):
-    """Returns the rows of one run, made by a process of its own."""
-    command = [sys.executable, "-m", "lab.race", "--child", side, "--seeds", str(seed),
-               "--steps", str(steps), *(["--small"] if contest is SMALL else [])]
-    done = subprocess.run(command, cwd=bench.REPOSITORY, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    notes, rows_at_once = json.loads(done.stdout.split("notes ")[-1])
-    where = {"commit": bench.commit_of(bench.REPOSITORY), "machine": bench.machine_line()}
-    return [{"side": side, "seed": seed, "step": step, "seconds": f"{seconds:.2f}",
-             "solved": f"{solved:.4f}", "rows_at_once": rows_at_once} | where
-            for step, seconds, solved in notes]
-
-
 # --------------------------------------------------------------------------------------------------
-# Reading the rows
+# 2. Reading the rows.
 
-def results_of(contest):
-    return bench.RESULTS / f"{contest.name}.csv"
-
-
-def read_runs(contest):
+def read_runs(name):
     """{(side, seed): [(step, seconds, solved)]}"""
     runs = {}
-    if results_of(contest).is_file():
-        with open(results_of(contest), newline="") as file:
-            for row in csv.DictReader(file):
-                runs.setdefault((row["side"], int(row["seed"])), []).append(
-                    (int(row["step"]), float(row["seconds"]), float(row["solved"])))
+    for row in read_csv(f"race_{name}"):
+        runs.setdefault((row["side"], int(row["seed"])), []).append(
+            (int(row["step"]), float(row["seconds"]), float(row["solved"])))
     return runs
 
 
@@ -205,7 +94,9 @@ def smoothed(points):
 
 
 def time_to(points, goal):
-    """Seconds at which the smoothed curve is at the goal, or None."""
+    """Seconds at which the smoothed curve is at the goal, or None. goal None: seconds in all."""
+    if goal is None:
+        return points[-1][1]
     return next((seconds for seconds, solved in smoothed(points) if solved >= goal), None)
 
 
@@ -222,108 +113,55 @@ def pairs_of(runs):
             for side, seed in sorted(runs) if side == "starter.py" and ("TRL", seed) in runs]
 
 
-def race_table(contest):
-    """One line for each goal, and for all steps."""
-    from lab.tables import markdown
-    pairs = pairs_of(read_runs(contest))
+def race_lines(name):
+    """Cells of the table: one line for each goal, and for all steps."""
+    pairs = pairs_of(read_runs(name))
     lines = []
-    if not pairs:
-        return markdown(["goal"], lines)
-    for goal in (*contest.goals, None):
-        times = [[time_to(points, goal) if goal else points[-1][1] for points in pair]
-                 for pair in pairs]
-        both = [(ours, trl) for ours, trl in times if ours is not None and trl is not None]
+    for goal in (*CONTESTS[name]["goals"], None) if pairs else ():
+        times = [[time_to(points, goal) for points in pair] for pair in pairs]
+        both = [(ours, trl) for ours, trl in times if None not in (ours, trl)]
         ratios = [trl / ours for ours, trl in both]
         cells = ["", "", "", ""]
-        if ratios:
+        if both:
             low, high = bootstrap_interval(ratios)
-            interval = f"{low:.2f} to {high:.2f}" if len(ratios) > 1 else ""
-            cells = [f"{statistics.median(ours for ours, _ in both):.1f}",
-                     f"{statistics.median(trl for _, trl in both):.1f}",
-                     f"{statistics.median(ratios):.2f}", interval]
-        missed = [sum(of_side is None for of_side in side) for side in zip(*times)]
+            medians = [statistics.median(side) for side in zip(*both)]
+            cells = [*(f"{median:.1f}" for median in medians), f"{statistics.median(ratios):.2f}",
+                     f"{low:.2f} to {high:.2f}"]
+        missed = [sum(seconds is None for seconds in side) for side in zip(*times)]
         lines.append([f"{goal:.0%} solved" if goal else f"all {pairs[0][0][-1][0]} steps",
-                      str(len(pairs)), *cells, f"{missed[0]} and {missed[1]}"])
-    interval = "90 % interval" if len(pairs) > 2 else "range of the seeds"
-    return markdown(["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", interval,
-                     "not reached by starter.py and TRL"], lines)
+                      len(pairs), *cells, f"{missed[0]} and {missed[1]}"])
+    return lines
 
 
-def final_table(contest):
-    """Solved at the end: mean of the last three evaluations, over the seeds."""
-    from lab.tables import markdown
-    pairs = pairs_of(read_runs(contest))
+def final_lines(name):
+    """Cells: solved at the end, the mean of the last three evaluations, over the seeds."""
     lines = []
-    for side, name in ((0, "starter.py"), (1, "TRL 1.16")):
-        ends = [smoothed(pair[side])[-1][1] for pair in pairs]
-        if len(ends) > 1:
-            error = statistics.stdev(ends) / len(ends) ** 0.5
-            lines.append([name, str(len(ends)), f"{100 * statistics.mean(ends):.1f}",
-                          f"{100 * error:.1f}"])
-    return markdown(["side", "seeds", "solved at the end, %", "standard error"], lines)
-
-
-def draw():
-    """Draws figures/race.png: solved over the seconds of training, a line for each run."""
-    import matplotlib
-    matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot as plt
-    contests = [contest for contest in (TINY, SMALL) if read_runs(contest)]
-    figure, axes = plt.subplots(1, len(contests), figsize=(5 * len(contests) + 1, 3.4),
-                                layout="constrained", squeeze=False)
-    for axis, contest in zip(axes[0], contests):
-        labelled = set()
-        for (side, _), points in sorted(read_runs(contest).items()):
-            seconds, solved = zip(*smoothed(points))
-            axis.plot(seconds, [100 * share for share in solved],
-                      color="C0" if side == "starter.py" else "C1", alpha=0.7, linewidth=1.1,
-                      label=None if side in labelled else side)
-            labelled.add(side)
-        for goal in contest.goals:
-            axis.axhline(100 * goal, color="0.8", linewidth=0.8, zorder=0)
-        axis.set(xlabel="seconds of rollout, reward and update", ylabel="solved, %",
-                 title="built-in model" if contest is TINY else "SmolLM2, addition")
-        axis.legend()
-    bench.FIGURES.mkdir(exist_ok=True)
-    figure.savefig(bench.FIGURES / "race.png", dpi=100)
-    plt.close(figure)
+    for side, points in zip(("starter.py", "TRL 1.16"), zip(*pairs_of(read_runs(name)))):
+        ends = [100 * smoothed(of_seed)[-1][1] for of_seed in points]
+        error = statistics.stdev(ends) / len(ends) ** 0.5
+        lines.append([side, len(ends), f"{statistics.mean(ends):.1f}", f"{error:.1f}"])
+    return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description="time to a solved rate, beside TRL")
+    parser.add_argument("name", choices=CONTESTS)
     parser.add_argument("--seeds", nargs="+", type=int, help="by default those of the contest")
     parser.add_argument("--steps", type=int, help="by default those of the preset")
-    parser.add_argument("--small", action="store_true", help="SmolLM2's addition")
-    parser.add_argument("--child", choices=list(SIDES), help=argparse.SUPPRESS)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--figure", action="store_true")
     given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    contest = SMALL if given.small else TINY
-    steps = given.steps or contest.preset["n_train_steps"]
-    if given.child:
-        print("notes", json.dumps(SIDES[given.child](contest, given.seeds[0], steps)))
-        return
-    if not (given.table or given.figure):
-        contest.model()
-        for seed in given.seeds or contest.seeds:
-            order = list(SIDES) if seed % 2 == 0 else list(SIDES)[::-1]
-            for side in order:
-                if (side, seed) in read_runs(contest):
-                    continue
-                rows = run_in_process(contest, side, seed, steps)
-                is_new = not results_of(contest).is_file()
-                with open(results_of(contest), "a", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                    if is_new:
-                        writer.writeheader()
-                    writer.writerows(rows)
-                print(f"{side}, seed {seed}: {rows[-1]['seconds']} s, solved "
-                      f"{float(rows[-1]['solved']):.1%}", flush=True)
-    if given.figure:
-        draw()
-    print(race_table(contest))
-    print(final_table(contest))
+    contest = CONTESTS[given.name]
+    for seed in given.seeds or contest["seeds"]:
+        settings = dict(preset=given.name, model_id=str(start_of(given.name)), seed=seed,
+                        distinct=False, save_every=0, n_train_steps=given.steps)
+        for side in list(SIDES)[::1 if seed % 2 == 0 else -1]:
+            if (side, seed) in read_runs(given.name):
+                continue
+            notes = SIDES[side](settings, contest)
+            append_rows(f"race_{given.name}", [
+                {"side": side, "seed": seed, "step": step, "seconds": f"{seconds:.2f}",
+                 "solved": f"{solved:.4f}"} | where() for step, seconds, solved in notes])
+            _, seconds, solved = notes[-1]
+            print(f"{side}, seed {seed}: {seconds:.0f} s, solved {solved:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,34 @@
-"""A faster `compute` for starter.py, with the numbers of the plain one.
+"""Faster mechanics for starter.py on one process, with the numbers of its plain ones.
 
-* A prompt is computed and held once, however many responses follow it: while sampling
-  (read_prompts) and while learning (hidden_after_prompts).
+* A prompt is computed and held once, however many responses follow it: while sampling (decode)
+  and while learning (token_statistics).
 * The key-value cache is written in place; transformers' own is copied for every token.
-* The LM head and its softmax run over slices of the vocabulary, forward and backward.
+* Logits are made for some tokens at a time, and again in the backward pass; starter.py computes
+  the statistics from them.
 * On a CPU short rows are attended to without torch's fused kernel, which is slow there.
 
-starter.py's self-check compares all of this with the model's own forward pass at start-up, and
-takes the plain functions for a model that it does not fit. On a GPU the model itself runs as in
-starter.py, where its own attention is fast, and only the head and the sampler are those of this
+attach() compares all of this with the plain functions, values and gradients, for the model that was
+loaded, and leaves them in place where it does not fit. On a GPU the model itself runs as in
+starter.py, where its own attention is fast, and only the logits and the sampler are those of this
 file.
 """
+import contextlib
 import ctypes
-import dataclasses
+import inspect
 import math
+import random
 import sys
-from collections import defaultdict
-from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
+from support import edits
 
 # --------------------------------------------------------------------------------------------------
 # 1. The prompts of a batch, each once
@@ -60,8 +64,11 @@ def cut_microbatches(batch, max_tokens):
     of all so far would be padding, unless it or the rest is below max_tokens / 32: small
     microbatches are slow."""
     split = split_rows(batch)
-    lengths = batch["response_mask"].sum(dim=1).clamp(min=1).tolist()
-    widths = starter.row_lengths(batch).tolist()
+    mask = batch["response_mask"]
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    widths = (mask * columns).amax(dim=1)
+    lengths = (widths - (split.prompts >= 0).sum(dim=1)).clamp(min=1).tolist()
+    widths = widths.tolist()
     prompts = [tuple(row) for row in split.prompts.tolist()]
     prompt_width = split.prompts.shape[1]
     small = max_tokens // 32
@@ -110,19 +117,21 @@ def hidden_after_prompts(model, prompts, input_ids):
     return out.last_hidden_state[0, distinct.numel():].view(n, length, -1)
 
 
-def response_hidden_states(model, rows, bf16=False):
-    """Like starter.response_hidden_states: (N, H), row after row."""
-    if model.config._attn_implementation != "starter":
-        return starter.response_hidden_states(model, rows, bf16)
-    split = split_rows(rows)
-    with torch.autocast(split.prompts.device.type, torch.bfloat16, enabled=bf16):
+def hidden_states(model, rows, bf16=False):
+    """(B, T) input_ids, response_mask -> (N, H) last hidden states at the N positions of the mask,
+    row after row."""
+    mask = rows["response_mask"]
+    with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
+        if model.config._attn_implementation != "starter":
+            out = model.base_model(input_ids=rows["input_ids"], use_cache=False)
+            return out.last_hidden_state[mask]
+        split = split_rows(rows)
         if split.prompts.shape[1]:
             hidden = hidden_after_prompts(model, split.prompts, split.input_ids)
         else:
             out = model.base_model(input_ids=split.input_ids, use_cache=False)
             hidden = out.last_hidden_state
-    hidden = hidden.flatten(0, 1).index_select(0, split.scored.flatten().nonzero()[:, 0])
-    return hidden.to(torch.bfloat16 if bf16 else model.get_output_embeddings().weight.dtype)
+    return hidden.flatten(0, 1).index_select(0, split.scored.flatten().nonzero()[:, 0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,223 +294,215 @@ def read_prompts(model, prompts, group_size, room):
     return last, Cache(layers=layers), positions
 
 
-def first_above(weights, share):
-    """(B, K) weights, (B, 1) share in [0, 1) -> (B, 1) index at which the running sum passes that
-    share of the whole, and how far into that index it does, in [0, 1)."""
-    passed = weights.double().cumsum(dim=1)
-    share = share * passed[:, -1:]
-    index = (passed <= share).sum(dim=1, keepdim=True).clamp(max=weights.shape[1] - 1)
-    here = weights.gather(1, index).double()
-    return index, (1 - (passed.gather(1, index) - share) / here).clamp(0, 1 - 1e-9)
+def group_size_of(prompts):
+    """The largest number G such that each prompt is repeated G times, or a multiple of it, in a
+    row."""
+    return math.gcd(*(len(list(equal)) for _, equal in groupby(prompts))) if prompts else 1
 
 
-def draw_tokens(logits, uniform, temperature, logits_at_once=1 << 21):
-    """Like starter.draw_tokens: (B, V) logits, (B, 1) uniform numbers -> (B, 1) tokens, (B, 1)
-    their log-probs. Looks first among blocks of 256 tokens, then within one, since a running sum
-    over a vocabulary of 150,000 costs more than the model."""
-    tokens, log_probs = [], []
-    rows_at_once = max(1, logits_at_once // logits.shape[1])
-    for part, share in zip(logits.split(rows_at_once), uniform.split(rows_at_once)):
-        logit = part.float() if temperature in (0, 1) else part.float() / temperature
-        top = logit.amax(dim=1, keepdim=True)
-        whole_blocks = -(-logit.shape[1] // 256) * 256
-        p = logit.new_zeros(len(logit), whole_blocks)
-        torch.sub(logit, top, out=p[:, :logit.shape[1]]).exp_()
-        p = p.unflatten(1, (-1, 256))
-        blocks = p.sum(dim=2)
-        if not temperature:
-            token = logit.argmax(dim=1, keepdim=True)
-        else:
-            block, share = first_above(blocks, share)
-            in_block = p.gather(1, block[..., None].expand(-1, 1, 256))[:, 0]
-            token = first_above(in_block, share)[0] + 256 * block
-        tokens.append(token)
-        log_z = top + blocks.sum(dim=1, keepdim=True).log()
-        log_probs.append(logit.gather(1, token) - log_z)
-    return torch.cat(tokens), torch.cat(log_probs)
+def rows_to_decode(prompts, max_new_tokens):
+    """Like starter.rows_to_decode. Prompts of different lengths come together, since each is held
+    once and read without its responses."""
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    group_size = group_size_of(prompts)
+    n = max(1, starter.TOKENS_AT_ONCE // longest // group_size) * group_size
+    for start in range(0, len(prompts), n):
+        yield list(range(start, min(start + n, len(prompts))))
 
 
-@torch.no_grad()
-def rollout(policy, prompts, sampling, head_of=starter.lm_head_of):
-    """Like starter.rollout_with_transformers: P lists of prompt ids -> P * group_size Responses,
-    group after group."""
-    group_size = sampling.group_size
-    device = policy.device
-    was_training = policy.training
-    policy.eval()
+def decode(policy, prompts, cfg):
+    """Like starter.decode: yields (B, V) logits of the next tokens, and is sent (B, 1) tokens."""
+    group_size = group_size_of(prompts)
     own_attention = policy.config._attn_implementation
     if own_attention != "starter":  # on a GPU, where the model learns with its own
         policy.set_attn_implementation("starter")
-    head = head_of(policy)
-    stop = torch.tensor(sampling.stop_token_ids, device=device)
-    longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
-    prompts_at_once = max(1, starter.rows_at_once(policy, longest) // group_size)
-    responses = []
-    for start in range(0, len(prompts), prompts_at_once):
-        chunk = prompts[start:start + prompts_at_once]
-        first = start * group_size
-        draw = starter.DrawTokens(sampling, range(first, first + len(chunk) * group_size), device)
-        # Autocast is around all of it, so that each weight is cast once.
-        with torch.autocast(device.type, torch.bfloat16, enabled=sampling.bf16):
-            hidden, cache, positions = read_prompts(policy, chunk, group_size,
-                                                    sampling.max_new_tokens)
-            hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
-            running = torch.ones(len(hidden), dtype=torch.bool, device=device)
-            for i in range(sampling.max_new_tokens):
-                token, log_prob = draw_tokens(head.logits(hidden), draw.uniform[:, i:i + 1],
-                                              sampling.temperature)
-                draw.tokens.append(token)
-                draw.log_probs.append(log_prob)
-                running &= ~torch.isin(token[:, 0], stop)
-                if not running.any() or i == sampling.max_new_tokens - 1:
-                    break
-                out = policy.base_model(input_ids=token, position_ids=positions + i,
-                                        past_key_values=cache)
-                hidden = out.last_hidden_state[:, -1]
-        responses += draw.responses([ids for ids in chunk for _ in range(group_size)])
-    policy.train(was_training)
-    if own_attention != "starter":
-        policy.set_attn_implementation(own_attention)
-    return responses
+    try:
+        hidden, cache, positions = read_prompts(policy, prompts[::group_size], group_size,
+                                                cfg.max_new_tokens)
+        hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
+        while True:
+            tokens = yield logits_from(policy, hidden)
+            out = policy.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache)
+            hidden = out.last_hidden_state[:, -1]
+            positions = positions + 1
+    finally:
+        if own_attention != "starter":
+            policy.set_attn_implementation(own_attention)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. LM head
+# 4. Statistics
 
-# Logits of a slice. 16 MB fit a CPU's cache; on a GPU few large kernels are quick.
-LOGITS_AT_ONCE = defaultdict(lambda: 1 << 26, cpu=1 << 22)
-
-
-class SlicedHead(torch.autograd.Function):
-    """(N, H) hidden, (V, H) weight, (N,) labels, a reference's hidden and weight or None -> four
-    (N,) tensors in nats: log-prob of the label, exact KL(policy || reference); without a
-    gradient: entropy, the reference's log-prob of the label.
-
-    LM head and softmax run over a slice of the vocabulary at a time, so that memory is that of a
-    few slices. Sums run under a running maximum. KL = E[d] - log Z + log Z_ref with d = logit -
-    the reference's; its derivative by a logit is p * (d - E[d]). bf16 hidden states are
-    multiplied as bf16 and summed in float32.
-    """
-
-    @staticmethod
-    def slices(hidden, weight, labels, logits_at_once):
-        """Yields the tokens of a slice, their (N, C) logits, the (N, 1) places of the labels in
-        it, and whether each label is in it. Nothing here waits for a GPU."""
-        width = max(64, logits_at_once // max(1, len(hidden)))
-        slice_of_label = (labels // width)[:, None]
-        places = (labels % width)[:, None]
-        for i, part in enumerate(weight.split(width)):
-            if len(part) < width:  # the last
-                places = places.clamp(max=len(part) - 1)
-            yield (slice(i * width, (i + 1) * width), hidden @ part.T, places,
-                   slice_of_label == i)
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, ref_hidden, ref_weight,
-                logits_at_once=None):
-        logits_at_once = logits_at_once or LOGITS_AT_ONCE[hidden.device.type]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        scaled = hidden.to(wide) / temperature
-        ref_scaled = None if ref_hidden is None else ref_hidden.to(wide) / temperature
-        z, e_logit, e_d = scaled.new_zeros(3, len(hidden))
-        at_label, ref_at_label = scaled.new_zeros(2, len(hidden), 1)
-        top, ref_log_z = scaled.new_full((2, len(hidden)), -math.inf)
-        with starter.matmuls_in(hidden.dtype):
-            for part, logits, places, inside in SlicedHead.slices(scaled, weight, labels,
-                                                                  logits_at_once):
-                higher = torch.maximum(top, logits.amax(dim=1))
-                p = (logits - higher[:, None]).exp_()  # not normalised yet
-                shrink = (top - higher).exp()
-                top = higher
-                z = torch.addcmul(p.sum(dim=1), z, shrink)
-                e_logit = torch.addcmul((p * logits).sum(dim=1), e_logit, shrink)
-                at_label = torch.where(inside, logits.gather(1, places), at_label)
-                if ref_hidden is not None:
-                    ref_logits = ref_scaled @ ref_weight[part].T
-                    ref_log_z = torch.logaddexp(ref_log_z, ref_logits.logsumexp(dim=1))
-                    ref_at_label = torch.where(inside, ref_logits.gather(1, places), ref_at_label)
-                    of_slice = p.mul_(logits.sub_(ref_logits)).sum(dim=1)
-                    e_d = torch.addcmul(of_slice, e_d, shrink)
-        at_label, ref_at_label = at_label[:, 0], ref_at_label[:, 0]
-        log_z = top + z.log()
-        e_d = e_d / z
-        ctx.save_for_backward(hidden, weight, labels, ref_hidden, ref_weight, log_z, e_d)
-        ctx.temperature = temperature
-        ctx.logits_at_once = logits_at_once
-        entropy = log_z - e_logit / z
-        ref_log_prob = ref_at_label - ref_log_z
-        if ref_hidden is None:
-            ref_log_prob = torch.zeros_like(ref_at_label)
-        ctx.mark_non_differentiable(entropy, ref_log_prob)
-        ctx.set_materialize_grads(False)  # None, not zeros, for an output that the loss ignores
-        kl = e_d if ref_hidden is None else e_d - log_z + ref_log_z
-        return at_label - log_z, kl, entropy, ref_log_prob
-
-    @staticmethod
-    def backward(ctx, grad_label, grad_kl, *_):
-        hidden, weight, labels, ref_hidden, ref_weight, log_z, e_d = ctx.saved_tensors
-        scaled = hidden.to(log_z.dtype) / ctx.temperature
-        if ref_hidden is not None:
-            ref_scaled = ref_hidden.to(log_z.dtype) / ctx.temperature
-        grad_hidden = torch.zeros_like(scaled)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        up = torch.zeros_like(log_z) if grad_label is None else grad_label
-        up, log_z, e_d = (x[:, None] for x in (up, log_z, e_d))
-        down, narrow = -up, scaled.to(hidden.dtype)
-        with starter.matmuls_in(hidden.dtype):
-            for part, logits, places, inside in SlicedHead.slices(scaled, weight, labels,
-                                                                  ctx.logits_at_once):
-                p = (logits - log_z).exp_()
-                slope = down  # of the loss by each logit, divided by p
-                if grad_kl is not None and ref_hidden is not None:
-                    d = logits.sub_(ref_scaled @ ref_weight[part].T)
-                    slope = d.sub_(e_d).mul_(grad_kl[:, None]).add_(down)
-                grad = p.mul_(slope).scatter_add_(1, places, up * inside)
-                grad = grad.to(hidden.dtype)
-                grad_hidden += grad @ weight[part].to(hidden.dtype)
-                if grad_weight is not None:
-                    grad_weight[part] = grad.T @ narrow
-        grad_hidden = (grad_hidden / ctx.temperature).to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+# Logits held at a time, and a few times that in the backward pass. Few large kernels are quick on a
+# GPU.
+LOGITS_AT_ONCE = {"cpu": 1 << 24, "gpu": 1 << 26}
 
 
-def token_statistics(hidden, labels, head, temperature, ref_hidden=None, ref_head=None):
-    """Like starter.token_statistics, for a head that is a matrix and nothing else; another head
-    is computed as there."""
-    plain = head.bias is None and head.scale == 1.0 and head.cap is None
-    if not plain:
-        return starter.token_statistics(hidden, labels, head, temperature, ref_hidden, ref_head)
-    ref_weight = None if ref_hidden is None else ref_head.weight
-    return starter.TokenStatistics(*SlicedHead.apply(hidden, head.weight, labels, temperature,
-                                                     ref_hidden, ref_weight))
+def logits_from(model, hidden):
+    """(N, H) last hidden states -> (N, V) logits, as the usual models make them. The comparison in
+    attach() finds out whether this one is usual."""
+    config = model.config.get_text_config()
+
+    def first_of(*names, default):
+        return next((value for name in names if (value := getattr(config, name, None))), default)
+
+    logits = model.get_output_embeddings()(hidden)
+    scale = first_of("logit_scale", "lm_head_multiplier", default=1.0)
+    scale = scale / first_of("logits_scaling", default=1.0)
+    if scale != 1.0:
+        logits = logits * scale
+    cap = first_of("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap",
+                   default=None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def without_adapters(ref_model):
+    """Returns the model whose layers the reference runs, and a context in which to run them."""
+    return getattr(ref_model, "base", (ref_model, contextlib.nullcontext))
+
+
+def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
+    """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
+    mask = rows["response_mask"]
+    labels = rows["labels"][mask]
+    ref_hidden = None
+    if ref_model is not None:
+        base, switched_off = without_adapters(ref_model)
+        with torch.no_grad(), switched_off():
+            ref_hidden = hidden_states(base, rows, bf16)
+    hidden = hidden_states(model, rows, bf16)
+
+    def of_chunk(hidden, labels, ref_hidden):
+        ref_logits = None
+        with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
+            logits = logits_from(model, hidden)
+            if ref_hidden is not None:
+                with torch.no_grad():
+                    ref_logits = logits_from(base, ref_hidden)
+        return tuple(starter.statistics_of_logits(logits, labels, temperature, ref_logits))
+
+    vocabulary = len(model.get_output_embeddings().weight)
+    kind = "cpu" if mask.device.type == "cpu" else "gpu"
+    chunk = max(1, LOGITS_AT_ONCE[kind] // vocabulary)
+    chunks = []
+    for start in range(0, max(1, len(labels)), chunk):
+        some = slice(start, start + chunk)
+        ref_some = None if ref_hidden is None else ref_hidden[some]
+        if len(labels) <= chunk:
+            chunks.append(of_chunk(hidden, labels, ref_hidden))
+        else:
+            chunks.append(recompute_in_backward(of_chunk, hidden[some], labels[some], ref_some,
+                                                use_reentrant=False))
+    zeros = torch.zeros(mask.shape, dtype=chunks[0][0].dtype, device=mask.device)
+    return starter.TokenStatistics(*(zeros.masked_scatter(mask, torch.cat(values))
+                                     for values in zip(*chunks)))
 
 
 # --------------------------------------------------------------------------------------------------
 # 5. Which models
 
-def looks_back_without_end(config):
-    """Whether every layer of the model is attention without a window."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return set(kinds) == {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    return not (window and getattr(config, "use_sliding_window", True))
+class Misfit(Exception):
+    """Why this file does not run a model."""
 
 
-def prepare(model):
-    """Gives the model this file's attention. Raises InputError for a model that it does not fit;
-    the self-check finds what this does not know of."""
+def check_layers(model):
+    """Raises Misfit for a model whose layers do not all look back without end; the comparison finds
+    what this does not know of."""
     config = model.config.get_text_config()
-    model._own_attention = model.config._attn_implementation
-    if not looks_back_without_end(config):
-        raise starter.InputError("it has layers that do not look back without end")
-    keep_freed_memory()
-    if model.device.type == "cpu":
-        model.set_attn_implementation("starter")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if kinds != {"full_attention"} or (window and not getattr(config, "layer_types", None)):
+        raise Misfit("it has layers that do not look back without end")
+    if not model._supports_attention_backend:
+        raise Misfit("its attention is code of its own")
 
 
-def undo(model):
-    model.set_attn_implementation(model._own_attention)
+def made_up_responses(prompts, max_new_tokens, vocabulary):
+    """Returns Responses to prompts of different lengths. The last is as long as any row of the run
+    can become, so that it exceeds a sliding window if any row does."""
+    prompts = sorted(prompts, key=len)
+    draw = random.Random(0)
+    responses = []
+    for prompt_ids, length in ((prompts[0], 1), (prompts[len(prompts) // 2], 5),
+                               (prompts[-1], 3), (prompts[-1], max_new_tokens)):
+        ids = [*prompt_ids, *(draw.randrange(vocabulary) for _ in range(length))]
+        n_scored = min(length, 64)
+        zeros = [0.0] * n_scored
+        responses.append(starter.Response(ids[:-n_scored], ids[-n_scored:], zeros, False))
+    return responses
+
+
+class Moved:
+    """A reference other than the policy, without a second model: its embeddings are halved. With
+    the policy as its own reference a wrong KL would be 0 as well."""
+
+    def __init__(self, policy):
+        self.base = policy, self.moved
+        self.policy = policy
+
+    @contextlib.contextmanager
+    def moved(self):
+        hook = self.policy.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: output / 2)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def __call__(self, **inputs):
+        with self.moved():
+            return self.policy(**inputs)
+
+
+def outputs_of(functions, policy, responses, cfg, at_once):
+    """What attach() compares, by name: the statistics of made-up responses and some gradients of a
+    loss, by functions["token_statistics"] with at_once rows in a call; and logits of a few tokens
+    after two prompts, by functions["decode"]. Where one is missing, so is what it computes."""
+    outputs = {}
+    if "token_statistics" in functions:
+        whole = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+        statistics = []
+        for rows in torch.arange(len(responses)).split(at_once):
+            batch = starter.take_rows(whole, rows)
+            mask = batch["response_mask"]
+            x = functions["token_statistics"](policy, batch, cfg.temperature, False, Moved(policy))
+            weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
+            ((x.log_probs - 0.3 * x.exact_kl) * weights)[mask].sum().backward()
+            statistics.append([values.detach()[mask] for values in x])
+        outputs |= zip(starter.TokenStatistics._fields, map(torch.cat, zip(*statistics)))
+        for name, p in policy.named_parameters():
+            if p.grad is not None:
+                outputs[f"gradient of {name}"] = p.grad.flatten()[::max(1, p.numel() // 1000)]
+        policy.zero_grad()
+    if "decode" in functions:
+        prompts = [responses[i].prompt_ids for i in (0, 0, -1, -1)]
+        tokens = torch.arange(12, device=policy.device).view(4, 3, 1)
+        logits = [None] * 4
+        for rows in functions["rows_to_decode"](prompts, cfg.max_new_tokens):
+            decoder = functions["decode"](policy, [prompts[i] for i in rows], cfg)
+            with torch.no_grad():
+                steps = [next(decoder)]
+                for i in range(min(3, cfg.max_new_tokens - 1)):
+                    steps.append(decoder.send(tokens[rows, i]))
+            decoder.close()
+            for i, of_row in zip(rows, torch.stack(steps, dim=1)):
+                logits[i] = of_row
+        outputs["logit while sampling"] = torch.stack(logits)
+    return outputs
+
+
+def compare(ours, plain):
+    """Raises Misfit where an output differs by more than a thousandth of its largest value. Equal
+    infinities, and nan in both, are no difference: an edit of scale_logits may forbid tokens."""
+    largest = {name: values[values.isfinite()].abs().max() for name, values in plain.items()}
+    steepest = max([x for name, x in largest.items() if "gradient" in name], default=0.0)
+    for name, values in plain.items():
+        alike = (ours[name] == values) | (ours[name].isnan() & values.isnan())
+        difference = torch.where(alike, 0.0, (ours[name] - values).abs()).max()
+        least = 1e-3 * steepest if "gradient" in name else 0.01
+        error = (difference / largest[name].clamp(min=least)).item()
+        if not error <= 1e-3:
+            raise Misfit(f"its {name} differs by {error:.1%}")
 
 
 def keep_freed_memory():
@@ -511,37 +512,47 @@ def keep_freed_memory():
             ctypes.CDLL(None).mallopt(option, value)
 
 
-@torch.no_grad()
-def check_against_plain(policy, responses, prompts, sampling):
-    """Raises RunStopped where this file computes something else than the plain functions of
-    starter.py. An edit of a plain function then takes effect, although this file has a faster
-    one."""
-    rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
-    labels = rows["labels"][rows["response_mask"]]
-    sampling = dataclasses.replace(sampling, bf16=False, max_new_tokens=min(
-        4, sampling.max_new_tokens))
-    statistics, sampled = [], []
-    for compute in (COMPUTE, starter.PLAIN):
-        hidden = compute.hidden_states(policy, rows)
-        head = compute.head_of(policy)
-        statistics.append(compute.token_statistics(hidden, labels, head, sampling.temperature,
-                                                   hidden.roll(1, 0), head))
-        responses = compute.rollout(policy, prompts, sampling)
-        sampled.append([response.response_ids for response in responses])
-    different = [name for name, ours, plain in zip(starter.TokenStatistics._fields, *statistics)
-                 if not torch.allclose(ours, plain, rtol=1e-3, atol=1e-3)]
-    if sampled[0] != sampled[1]:
-        different.append("sampling")
-    if different:
-        raise starter.RunStopped(f"its {different[0]} differs from that of starter.py's own "
-                                 "functions, which may have been edited")
+def mechanics_for(policy):
+    """Gives the policy this file's attention. Returns the functions for starter.MECHANICS."""
+    check_layers(policy)
+    functions = {"decode": decode, "token_statistics": token_statistics}
+    if edits.is_shipped("decode"):  # another one may need prompts of one length
+        functions["rows_to_decode"] = rows_to_decode
+    if policy.device.type == "cpu":
+        policy.set_attn_implementation("starter")
+        if edits.is_shipped("token_statistics"):  # others read a prompt for each response
+            functions["cut_microbatches"] = cut_microbatches
+    return functions
 
 
-def with_heads(head_of):
-    """Returns the `compute` of this file for heads that head_of(model) returns."""
-    return starter.Compute("fast", response_hidden_states, token_statistics, head_of,
-                           cut_microbatches, partial(rollout, head_of=head_of), prepare, undo,
-                           check_against_plain)
-
-
-COMPUTE = with_heads(starter.lm_head_of)
+def attach(policy, ref_model, problems, cfg):
+    """Puts this file's functions into starter.MECHANICS if they fit the model, and says so."""
+    keep_freed_memory()
+    own_attention = policy.config._attn_implementation
+    prompts = [problem["prompt_ids"] for some in problems for problem in some]
+    vocabulary = policy.config.get_text_config().vocab_size
+    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
+    names = [name for name in ("decode", "token_statistics") if edits.is_shipped(name)]
+    plain = {name: inspect.unwrap(getattr(starter, name)) for name in (*names, "rows_to_decode")}
+    was_training = policy.training
+    policy.eval()
+    try:
+        check_layers(policy)
+        longest = max(len(r.prompt_ids) + len(r.response_ids) for r in responses)
+        at_once = max(1, starter.LOGITS_AT_ONCE // (longest * vocabulary))
+        expected = outputs_of(plain, policy, responses, cfg, at_once)  # with its own attention
+        functions = mechanics_for(policy)
+        compared = {name: functions[name] for name in functions if name in plain}
+        compare(outputs_of(compared, policy, responses, cfg, len(responses)), expected)
+    except Exception as error:  # code of the model's authors runs here
+        policy.set_attn_implementation(own_attention)
+        policy.zero_grad()
+        reason = error if isinstance(error, Misfit) else f"{type(error).__name__}: {error!s:.100}"
+        print(f"support/fast.py does not fit {type(policy).__name__}: {reason}; the model's own "
+              "forward pass runs, which takes more time and memory")
+        return
+    finally:
+        policy.train(was_training)
+    if isinstance(ref_model, torch.nn.Module):
+        ref_model.set_attn_implementation(policy.config._attn_implementation)
+    edits.install(**functions)

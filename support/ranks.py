@@ -1,190 +1,189 @@
 """Several processes for starter.py: `torchrun --nproc_per_node=N starter.py` starts them.
 
-torch's FSDP2 divides weights, moments and gradients among them, and each samples and scores its
-share of the prompts. All of them hold all responses of a step, so that groups, the weights of the
-loss and the cut into microbatches are those of one process.
+torch's FSDP2 divides weights, gradients and moments of any model among them. Each samples and
+scores its share of the prompts and learns from its share of the rows. All of them hold all
+responses of a step, so that groups, the weights of the loss and the cut into microbatches are those
+of one process. After Ctrl-C torchrun waits 30 s for the end of the step, the checkpoint and the
+report; with `torchrun --shutdown-timeout 600` longer.
 """
 import atexit
-import contextlib
-import dataclasses
 import datetime
 import os
 import sys
+import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 
 import starter
 
-LONGEST_WAIT = datetime.timedelta(hours=1)  # of a rank for another that writes a checkpoint
-WEIGHTS_AT_ONCE = 8_000_000  # layers are gathered together up to that many: small messages are slow
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+LONGEST_WAIT = datetime.timedelta(hours=1)  # for the process that writes a checkpoint
+
+if RANK:  # the first process speaks for all
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-def find():
-    """Returns starter.OneProcess, or Ranks if torchrun started this process as one of several.
-    Joins the others, before vLLM makes a process group of its own."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return starter.OneProcess()
+class CommonRun(starter.Run):
+    """A run that all processes leave after the same step: a signal to one of them ends the run in
+    all, from the next step that they log together."""
+
+    @property
+    def stop(self):
+        return self.agreed
+
+    @stop.setter
+    def stop(self, number):
+        self.received = number
+
+
+def join(run):
+    """Connects the processes, before vLLM makes groups of its own. The first gives the folder."""
+    if WORLD == 1:
+        return
+    on_gpu = run.cfg.device.type == "cuda"
+    if on_gpu:
+        run.cfg.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(run.cfg.device)
     if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=LONGEST_WAIT)
-        if dist.get_rank():
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 speaks for all
-    return Ranks()
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST_WAIT)
+        atexit.register(leave)
+    run.__class__ = CommonRun
+    run.received = run.agreed = 0
+    run.folder = gather([run.folder])[0]
 
 
-def whole(tensor):
-    """Returns the tensor with its parts from all ranks. Every rank has to call this. The gradient
-    is summed over the ranks."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import Partial
-    return tensor.full_tensor(grad_placements=[Partial()])
+def leave():
+    """Gives gloo's threads the interpreter once more. One that is late to release a tensor would
+    find none, and abort a finished run."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.destroy_process_group()
+    time.sleep(0.5)
 
 
-def head_of(model):
-    """Like starter.lm_head_of, with a whole weight. A tied one is the embedding's, which is
-    gathered with the layers before it."""
-    head = starter.lm_head_of(model)
-    module = model.get_output_embeddings()
-    if getattr(module, "tied", False):
-        module = model.get_input_embeddings()
-    return head._replace(weight=whole(module.weight))
+def share_of(items):
+    """Returns this process's part of a list, and the index at which it begins."""
+    n = -(-len(items) // WORLD)
+    return items[RANK * n:(RANK + 1) * n], RANK * n
 
 
-def shard(model):
-    """Divides the weights (FSDP2, arXiv:2304.11277). Those of a model that learns are whole from
-    its forward pass until release(), those of another until the next are needed. Gradients are
-    summed: the loss is weighted already."""
-    from torch.distributed.fsdp import fully_shard
-    body = model.base_model
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    head.tied = head.weight is embedding.weight
+def gather(items):
+    """Returns the lists of all processes as one list."""
+    parts = [None] * WORLD
+    try:
+        dist.all_gather_object(parts, items)
+    except RuntimeError as error:
+        raise starter.RunStopped(f"another process of this run has ended ({error})") from None
+    return [item for part in parts for item in part]
+
+
+def divide(policy, ref_model, cfg):
+    """Divides the weights, and puts this file's functions around those of starter.py."""
+    for model in (policy, ref_model):
+        if isinstance(model, torch.nn.Module):
+            shard(model, cfg)
+    weights_of = starter.MECHANICS.get("weights_of", starter.weights_of.__wrapped__)
+    starter.MECHANICS |= {
+        "rollout_with_transformers": rollout_with_transformers, "score": score,
+        "rollout_with_vllm": rollout_with_vllm, "log_train": log_train,
+        "cut_microbatches": cut_microbatches, "accumulate_gradients": accumulate_gradients,
+        "weights_of": lambda policy: whole(weights_of(policy), policy)}
+    print(f"{WORLD} processes divide the weights and the work; each runs the model's own forward "
+          "pass, not support/fast.py")
+
+
+def shard(model, cfg):
+    """FSDP2 (arXiv:2304.11277), block by block. Gradients are summed, since the loss is weighted
+    already. Where transformers samples, the policy's layers stay whole from the rollout to the
+    backward pass, since processes decode at different pace."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    mesh = init_device_mesh(cfg.device.type, (WORLD,))
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    layers = list(body.layers)
-    n = max(1, WEIGHTS_AT_ONCE // sum(p.numel() for p in layers[0].parameters()))
-    groups = [layers[i:i + n] for i in range(0, len(layers), n)]
-    if len(groups) == 1:  # few layers: all of them together with the embedding
-        groups = []
-    groups.append([body])
-    if not head.tied:
-        groups.append([head])
-    for modules in groups:
-        keep = False if learns else None
-        fully_shard(modules, reshard_after_forward=keep)
-        modules[0].set_reshard_after_backward(False, recurse=False)
-        modules[0].set_gradient_divide_factor(1.0)
-        modules[0].set_force_sum_reduction_for_comms(True)
-    if head.tied:
-        head.weight = embedding.weight
+    keep_whole = cfg.engine == "transformers" and learns
+    names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
+    for module in reversed(list(model.modules())):  # inner blocks come first
+        is_block = type(module).__name__ in (model._no_split_modules or ())
+        if is_block and all(names[id(x)] == 1 for x in module.parameters()):  # nothing is tied
+            fully_shard(module, mesh=mesh, reshard_after_forward=False if keep_whole else None)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False if keep_whole else None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
-def rollout(policy, prompts, sampling):
-    """support.fast's rollout, with layers that are whole from here to the end of the update."""
-    from support import fast
-    for module in policy.base_model.modules():
+def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
+    for module in policy.modules():
         if hasattr(module, "unshard"):
             module.unshard()
-    return fast.rollout(policy, prompts, sampling, head_of=head_of)
+    own, first = share_of(prompts)
+    return gather(starter.rollout_with_transformers.__wrapped__(
+        policy, own, cfg, seed + first * group_size, group_size, temperature))
 
 
-class Ranks(starter.OneProcess):
-    """What starter.py's OneProcess does, among several processes."""
+def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
+    own, first = share_of(prompts)
+    return gather(starter.rollout_with_vllm.__wrapped__(
+        llm, own, cfg, seed + first * group_size, group_size, temperature))
 
-    def __init__(self):
-        self.world = dist.get_world_size()
-        self.rank = dist.get_rank()
 
-    @contextlib.contextmanager
-    def joined(self):
-        """Around a program. Where all went well its process ends with it, before the
-        interpreter's own end: there a thread of gloo's, late to release a tensor, finds no
-        interpreter and aborts the finished run."""
-        yield
-        atexit._run_exitfuncs()  # vLLM ends in these, and its process groups in it
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def score(responses, problems, tokenizer, reward):
+    group_size = len(responses) // len(problems)
+    own, first = share_of(problems)
+    some = responses[first * group_size:(first + len(own)) * group_size]
+    parts = ([], torch.zeros(0), torch.zeros(0, dtype=torch.bool), {})
+    if own:
+        parts = starter.score.__wrapped__(some, own, tokenizer, reward)
+    texts, rewards, solved, means = zip(*gather([parts]))
+    n = torch.tensor([len(x) for x in texts]) / len(responses)
+    return ([text for some in texts for text in some], torch.cat(rewards), torch.cat(solved),
+            {name: sum(x.get(name, 0.0) * share.item() for x, share in zip(means, n))
+             for name in means[0]})
 
-    def share(self, items):
-        n = -(-len(items) // self.world)
-        return items[self.rank * n:(self.rank + 1) * n], self.rank * n
 
-    def gather(self, items):
-        parts = [None] * self.world
-        dist.all_gather_object(parts, items)
-        return [item for part in parts for item in part]
+def cut_microbatches(batch, max_tokens):
+    """This process's microbatches. All processes have the same number of them, since gradients are
+    summed after each; rows without a token make up for it."""
+    lengths = batch["response_mask"].sum(dim=1)
+    own_rows = lengths.argsort(descending=True, stable=True)[RANK::WORLD]
+    microbatches = []
+    if len(own_rows):
+        own = starter.take_rows(batch, own_rows)
+        microbatches = starter.cut_microbatches.__wrapped__(own, max_tokens)
+    empty = starter.take_rows(batch, slice(1), 1)
+    empty["response_mask"] = torch.zeros_like(empty["response_mask"])
+    most = max(gather([len(microbatches)]))
+    return microbatches + [dict(empty) for _ in range(most - len(microbatches))]
 
-    def total(self, numbers, largest=()):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        own = torch.stack([torch.as_tensor(x, dtype=torch.double, device=device)
-                           for x in numbers.values()])
-        gathered = own.new_empty(self.world * len(own))
-        dist.all_gather_into_tensor(gathered, own)
-        of_each = zip(numbers, gathered.view(self.world, -1).T)
-        return type(numbers)({name: x.max() if name in largest else x.sum()
-                              for name, x in of_each})
 
-    def microbatches(self, batch, max_tokens, cut):
-        """Returns this rank's microbatches. The responses to a prompt stay together, since it is
-        read once for them; prompts go, those with the most tokens first, to the rank with the
-        least work so far. Gradients are summed after each microbatch, so all ranks have the same
-        number; empty ones make up for it."""
-        from support.fast import split_rows
-        prompts = split_rows(batch).prompts
-        distinct, prompt_of = prompts.unique(dim=0, return_inverse=True)
-        tokens = batch["response_mask"].sum(dim=1).double()
-        work = prompt_of.bincount(tokens) + (distinct >= 0).sum(dim=1)
-        given = [0.0] * self.world
-        owner = torch.zeros_like(prompt_of)
-        for prompt in work.argsort(descending=True, stable=True).tolist():
-            least = given.index(min(given))
-            given[least] += work[prompt].item()
-            owner[prompt_of == prompt] = least
-        # Each rank cuts for all, which spares a message about their numbers.
-        of_ranks = [{name: tensor[owner == rank] for name, tensor in batch.items()}
-                    for rank in range(self.world)]
-        cuts = [cut(rows, max_tokens) if len(rows["labels"]) else [] for rows in of_ranks]
-        empty = starter.take_rows(batch, slice(1), 1)
-        empty["response_mask"] = torch.zeros_like(empty["response_mask"])
-        own = cuts[self.rank]
-        return own + [dict(empty) for _ in range(max(map(len, cuts)) - len(own))]
+def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
+    """The sums over all processes."""
+    parts = gather([starter.accumulate_gradients.__wrapped__(
+        policy, microbatches, n_tokens, cfg, ref_model, kl_coef)])
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
-    def shard(self, models, compute):
-        if compute.name != "fast":
-            raise starter.InputError(
-                "several processes need a model that the fast path of support/ fits, and it does "
-                "not fit this one; start one process, without torchrun")
-        for i, model in enumerate(models):
-            if model is not None and model not in models[:i]:  # LoRA: the reference is the policy
-                shard(model)
-        return dataclasses.replace(compute, head_of=head_of, rollout=rollout)
 
-    def release(self, model):
-        for module in model.base_model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+def log_train(run, step, metrics):
+    run.agreed = max(gather([run.received]))
+    starter.log_train.__wrapped__(run, step, metrics)
 
-    def weights(self, model):
-        self.release(model)
-        return starter.merged_weights(model, whole)
 
-    def collect(self, pairs):
-        """One tensor at a time is whole on each rank; the first keeps it, in the CPU's memory."""
-        kept = {}
-        for name, tensor in pairs:
-            if self.rank == 0:
-                kept[name] = tensor.cpu()
-        return kept
-
-    def whole(self, tensor):
-        return whole(tensor)
-
-    def sharded_like(self, tensor, parameter):
-        from torch.distributed.tensor import distribute_tensor
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+def whole(weights, policy):
+    """(name, tensor) pairs -> the same with the parts of all processes, one tensor at a time. The
+    names of a tied weight have one tensor, so that it is saved once."""
+    names_of = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    tied_to = {name: names[0] for names in names_of.values() for name in names[1:]}
+    kept = {}
+    for name, tensor in weights:
+        if name in tied_to:
+            tensor = kept[tied_to[name]]
+        elif hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        if name in tied_to.values():
+            kept[name] = tensor
+        yield name, tensor

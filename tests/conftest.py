@@ -1,36 +1,55 @@
-"""Small checkpoints and settings that the tests share."""
+"""Small checkpoints, tasks and settings that the tests share."""
 import os
-import sys
-from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+import starter  # before torch, for which it sets variables
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # `from conftest import settings` in every test
+starter.find_support()  # names of tasks and KL rules in support/ are known to every test
 
-from reference.inputs import make_tokenizer
+CHAT_TEMPLATE = """{% for m in messages %}{% if m['role'] == 'assistant' %}\
+{{ '<|assistant|>' + m['content'] + '<|end|>' }}{% else %}{{ '<|user|>' + m['content'] }}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def make_tokenizer():
+    """Returns a tokenizer for which each character, and each answer tag, is a token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    tokens = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<unk>", "<answer>", "</answer>",
+              *"abcdefghijklmnopqrstuvwxyz0123456789 +-*/()=:.,?!<>"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)},
+                                      unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()  # without it decode() puts a space between characters
+    core.add_tokens(["<answer>", "</answer>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE, extra_special_tokens=["<|user|>", "<|assistant|>"],
+        model_max_length=256, clean_up_tokenization_spaces=False)
 
 
 def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
-    """Saves a two-layer model of a few thousand random weights with a character tokenizer.
-    family: the name of a transformers family such as "Qwen3", "Llama" or "Mistral". Returns the
-    folder."""
+    """Saves a two-layer model of a few thousand random weights with make_tokenizer(). Returns the
+    folder. family: the name of a transformers family such as "Qwen3", "Mistral" or "GPT2"."""
     import transformers
     tokenizer = make_tokenizer()
-    settings = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96,
-                    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                    tie_word_embeddings=tie, max_position_embeddings=256,
-                    eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-                    bos_token_id=None, initializer_range=0.15)
+    config = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96,
+                  num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                  tie_word_embeddings=tie, max_position_embeddings=256,
+                  eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+                  bos_token_id=None, initializer_range=0.15)
     if family == "Qwen3":
-        settings["head_dim"] = 32
+        config["head_dim"] = 32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = getattr(transformers, f"{family}Config")(**settings | changes)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, f"{family}Config")(**config | changes))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -42,6 +61,13 @@ def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
+def small_sums(cfg):
+    """A task: 60 sums for training, with prompts of three lengths, and 20 held out."""
+    problems = [{"prompt": f"add {a} {b}", "answer": str(a + b)}
+                for b in range(6, 14) for a in range(5, 15)]
+    return problems[20:], problems[:20]
+
+
 def variety(text, problem):
     """A reward that random weights can earn: a tenth for every distinct character."""
     return len(set(text)) / 10
@@ -49,18 +75,16 @@ def variety(text, problem):
 
 def settings(checkpoint, out_dir, **changes):
     """Returns settings of main() for a run of a few seconds on a small checkpoint."""
-    small = dict(model_id=str(checkpoint), task="countdown_small", reward=variety, device="cpu",
-                 engine="transformers", bf16=False, n_train_steps=4, rollout_batch_size=16,
-                 group_size=4, max_new_tokens=8, learning_rate=1e-3, n_eval_problems=10,
-                 eval_every=0, save_every=0, max_tokens_per_microbatch=200,
-                 out_dir=str(out_dir))
-    return small | changes
+    return dict(model_id=str(checkpoint), task=small_sums, reward=variety, device="cpu",
+                engine="transformers", bf16=False, n_train_steps=4, rollout_batch_size=16,
+                group_size=4, max_new_tokens=8, learning_rate=1e-3, warmup_steps=10,
+                n_eval_problems=10, eval_every=0, save_every=0, max_tokens_per_microbatch=200,
+                out_dir=str(out_dir)) | changes
 
 
 def scalars(run_folder):
     """Returns {tag: {step: value}} of a run's TensorBoard files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    log = EventAccumulator(str(run_folder), size_guidance={"scalars": 0})
-    log.Reload()
+    log = EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
     return {tag: {event.step: event.value for event in log.Scalars(tag)}
             for tag in log.Tags()["scalars"]}

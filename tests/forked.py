@@ -1,11 +1,10 @@
 """Runs many short programs in little time: one process imports torch and transformers, and each
 program runs in a fork of it."""
-import contextlib
 import gc
 import importlib
-import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,26 @@ def in_new_process(module, function, folder, starter_folder, *arguments):
                           capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_copy(folder, text, with_support):
+    """Writes a folder with this text as starter.py, and a copy of support/. Returns the folder."""
+    folder.mkdir()
+    (folder / "starter.py").write_text(text, "utf-8")
+    if with_support:
+        shutil.copytree(REPOSITORY / "support", folder / "support",
+                        ignore=shutil.ignore_patterns("tiny"))
+    return folder
+
+
+def import_copy(folder):
+    """Returns the module starter of this folder, in a process that may know another one."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("starter", "support")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    import starter
+    assert Path(starter.__file__).parent == folder
+    return starter
 
 
 def import_once():
@@ -66,33 +85,8 @@ def start(program):
     os._exit(status)  # the interpreter's own end would take a third of a second
 
 
-def files_here():
-    return {str(path): path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
-
-
-def run_here(program):
-    """Runs a program that is expected to raise before it computes anything, without a fork."""
-    before = files_here()
-    status = 0
-    with (contextlib.redirect_stdout(io.StringIO()) as stdout,
-          contextlib.redirect_stderr(io.StringIO()) as stderr):
-        try:
-            program()
-        except Exception:
-            sys.excepthook(*sys.exc_info())
-            status = 1
-    return {"status": status, "stdout": stdout.getvalue(), "stderr": stderr.getvalue(),
-            **compare(before, files_here())}
-
-
-def compare(before, after):
-    return {"changed": [name for name in before if before[name] != after.get(name)],
-            "made": [name for name in after if name not in before]}
-
-
 def run_together(programs):
-    """Runs some programs at once. A file that any of them changes is held against all."""
-    before = files_here()
+    """Runs some programs at once. Returns {"status", "stdout", "stderr"} of each."""
     outcomes = []
     for child, files in [start(program) for program in programs]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -101,12 +95,11 @@ def run_together(programs):
             file.seek(0)
             texts.append(file.read())
         outcomes.append({"status": status, "stdout": texts[0], "stderr": texts[1]})
-    differences = compare(before, files_here())
-    return [outcome | differences for outcome in outcomes]
+    return outcomes
 
 
 def run_all(programs):
-    """Returns the outcome of each: {"status", "stdout", "stderr", "changed", "made"}."""
+    """Runs as many programs at once as there are cores. Returns the outcome of each."""
     n = os.cpu_count()
     return [outcome for first in range(0, len(programs), n)
             for outcome in run_together(programs[first:first + n])]

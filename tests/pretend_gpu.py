@@ -2,9 +2,8 @@
 
 Its tensors say that they are on the device "pretend:0". It refuses what a GPU refuses: an operation
 on tensors of which some are on the CPU. Autocast there casts as PyTorch's page "Automatic Mixed
-Precision" says for CUDA, for the operations that language models use. Transfers to the CPU are
-counted, since each is a wait for the GPU. Nothing else of a GPU is imitated: not its kernels, its
-rounding, its memory or speed.
+Precision" says for CUDA, for the operations that language models use. Nothing else of a GPU is
+imitated: not its kernels, its rounding, its memory or speed.
 
 Importing this file adds the device to the process for good: use it in a process of its own.
 """
@@ -29,8 +28,6 @@ PRETEND = torch.device("pretend", 0)
 COPIES = {aten.copy_.default, aten._to_copy.default}  # these may have tensors of both devices
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
             aten._index_put_impl_.default}  # a GPU takes their places from the CPU, too
-WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
-         aten.unique_dim.default, aten._unique2.default}
 
 
 class PretendTensor(torch.Tensor):
@@ -57,25 +54,10 @@ class PretendTensor(torch.Tensor):
 
 
 class PretendGpu(TorchDispatchMode):
-    """Inside, tensors can be made on the device and moved to it. waits: how often the CPU had to
-    wait for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = 0
+    """Inside, tensors can be made on the device and moved to it."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        first_on_device = bool(args) and isinstance(args[0], PretendTensor)
-        to_cpu = first_on_device and str(kwargs.get("device")) == "cpu"
-        into_cpu = (function is aten.copy_.default and not first_on_device
-                    and isinstance(args[1], PretendTensor))
-        waits = first_on_device and function in WAITS
-        places = args[1] if first_on_device and function in INDEXING else ()
-        searches = any(x is not None and (x.dtype == torch.bool or not isinstance(x, PretendTensor))
-                       for x in places)
-        self.waits += to_cpu or into_cpu or waits or searches
-        return compute(function, args, kwargs)
+        return compute(function, args, kwargs or {})
 
 
 def is_pretend(device):
@@ -151,13 +133,12 @@ LIBRARIES = register_autocast()
 
 @contextlib.contextmanager
 def pretend_gpu():
-    """Inside, torch's own ways of making and moving tensors know the device. Yields the
-    PretendGpu."""
+    """Inside, torch's own ways of making and moving tensors know the device."""
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) then asks the mode
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     try:
-        with PretendGpu() as mode:
-            yield mode
+        with PretendGpu():
+            yield
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
         torch.__future__.set_swap_module_params_on_conversion(False)

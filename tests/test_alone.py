@@ -1,6 +1,7 @@
 """starter.py works alone: copied into an empty folder, without the rest of the repository."""
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,30 +9,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import scalars, settings
+from lab.crash_test import outcome
 
 import starter
 
-import torch
-from conftest import scalars, settings
-from safetensors.torch import load_file
-
-ENVIRONMENT = {name: value for name, value in os.environ.items()
-               if name not in ("PYTHONPATH", "STARTER_TRACEBACK")} | {"CUDA_VISIBLE_DEVICES": "",
-                                                                 "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT.pop("TOKENIZERS_PARALLELISM", None)  # which starter.py sets
 
 
 @pytest.fixture
 def alone(tmp_path):
     """A folder that holds starter.py and nothing else."""
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    shutil.copy(starter.__file__, folder / "starter.py")
-    return folder
+    (tmp_path / "alone").mkdir()
+    return Path(shutil.copy(starter.__file__, tmp_path / "alone")).parent
 
 
 def run(folder, *arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=ENVIRONMENT,
-                          capture_output=True, text=True)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=ENVIRONMENT, text=True,
+                          capture_output=True)
 
 
 # Runs main() with each dict of settings in turn. Kills itself, as kill -9 does, when the reward
@@ -49,139 +45,76 @@ def variety(text, problem):
     return len(set(text)) / 10
 
 for settings in runs:
-    result = starter.main(reward=variety, **settings)
-    print("run folder:", result["run_folder"])
+    starter.main(reward=variety, **settings)
 """
 
 
-def train_alone(folder, *runs, n_calls=-1):
-    """Returns the finished process and the run folders that it names."""
-    done = run(folder, "-c", PROGRAM, json.dumps([n_calls, runs]))
-    folders = [Path(line.removeprefix("run folder: ")) for line in done.stdout.splitlines()
-               if line.startswith("run folder: ") and "alone" in line]
-    return done, folders
-
-
-def train_kill_resume(alone, checkpoint, n_steps, save_every, kill_in_step, **changes):
-    """Trains once undisturbed, and once killed and resumed. Returns both run folders."""
-    common = settings(checkpoint, alone / "a", n_train_steps=n_steps, save_every=save_every,
-                      use_kl_penalty=True, kl_coef=0.1,
-                      kl_adaptation_method="target_sound", **changes)
-    del common["reward"]
-    n_calls = common["n_eval_problems"] + common["rollout_batch_size"] * kill_in_step
-    killed, _ = train_alone(alone, common, n_calls=n_calls)
+def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint, tmp_path):
+    task = tmp_path / "sums.jsonl"
+    sums = [{"prompt": f"add {a} {b}", "answer": a + b} for a in range(5, 15) for b in range(6, 12)]
+    task.write_text("\n".join(map(json.dumps, sums)))
+    given = settings(checkpoint, alone / "a" / "runs", task=str(task), n_train_steps=6,
+                     save_every=2, eval_every=3, use_kl_penalty=True,
+                     kl_adaptation_method="target_sound")
+    del given["reward"]
+    n_calls = 2 * given["n_eval_problems"] + 3 * given["rollout_batch_size"] + 5  # in step 4
+    killed = run(alone, "-c", PROGRAM, json.dumps([n_calls, [given]]))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert f"Step {kill_in_step - 1} " in killed.stdout
-    assert f"Step {kill_in_step} " not in killed.stdout
-    done, folders = train_alone(alone, common | {"resume": True},
-                                common | {"out_dir": str(alone / "b")})
+    again = [given | {"resume": True}, given | {"out_dir": str(alone / "b" / "runs")}]
+    done = run(alone, "-c", PROGRAM, json.dumps([-1, again]))
     assert done.returncode == 0, done.stderr
-    saved = (kill_in_step - 1) // save_every * save_every
-    assert f"after step {saved}" in done.stdout
-    resumed, undisturbed = dict.fromkeys(folders)
-    return resumed, undisturbed
+    assert " after step 2\n" in done.stdout
+    assert done.stdout.count("support/ is not here: slower, more memory, no LoRA") == 2
+    assert outcome(alone / "a") == outcome(alone / "b")
+    for folder in alone.glob("?/runs/*"):
+        names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}
+        assert names == {"events", "config", "starter", "model", "checkpoint"}
+        logged = scalars(folder)
+        assert list(logged["eval/solved"]) == [0, 3, 6]
+        assert len(set(logged["adaptive_kl/current_beta"].values())) == 6
 
 
-def assert_same_run(resumed, undisturbed, n_steps):
-    weights = [load_file(folder / "model" / "model.safetensors")
-               for folder in (resumed, undisturbed)]
-    assert weights[0].keys() == weights[1].keys()
-    for name in weights[0]:
-        assert torch.equal(weights[0][name], weights[1][name]), name
-    numbers = [{tag: values for tag, values in scalars(folder).items()
-                if not tag.startswith(("time/", "mem/")) and tag != "train/tokens_per_s"}
-               for folder in (resumed, undisturbed)]
-    assert numbers[0] == numbers[1]
-    assert list(numbers[0]["train/kl_penalty"]) == list(range(1, n_steps + 1))
-    betas = list(numbers[0]["adaptive_kl/current_beta"].values())
-    assert len(set(betas)) == n_steps  # the rule moves it in every step
-
-
-def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
-    resumed, undisturbed = train_kill_resume(alone, checkpoint, 6, 2, 4)
-    assert_same_run(resumed, undisturbed, 6)
-    for folder in (resumed, undisturbed):
-        names = {path.name.split(".")[0] if path.name.startswith("events") else path.name
-                 for path in folder.iterdir()}
-        assert {"events", "config.json", "starter.py", "report.txt", "model",
-                "checkpoints"} <= names
-        assert "=== Report ===" in (folder / "report.txt").read_text()
-        starter.init_policy(folder / "model", "cpu")
-    assert {path.name for path in alone.iterdir()} <= {"starter.py", "a", "b", "__pycache__"}
-
-
-@pytest.mark.slow
-def test_file_alone_resumes_thirty_steps_bit_for_bit(alone, checkpoint):
-    resumed, undisturbed = train_kill_resume(alone, checkpoint, 30, 7, 24)
-    assert_same_run(resumed, undisturbed, 30)
-
-
-@pytest.mark.slow
-def test_file_alone_trains_with_vllm(alone, checkpoint):
-    pytest.importorskip("vllm")
-    resumed, undisturbed = train_kill_resume(alone, checkpoint, 6, 2, 4, engine="vllm")
-    assert_same_run(resumed, undisturbed, 6)
-    log = scalars(undisturbed)
-    assert max(log["train/sampler_logprob_diff_max"].values()) < 1e-3
-    assert len(log["time/sync"]) == 6
-
-
-@pytest.mark.slow
-def test_file_alone_trains_the_small_pretrained_model(alone):
-    done = run(alone, "starter.py")  # ENVIRONMENT allows no network: it cannot be fetched here
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "SMALL, above main(), overrides main() with" in done.stdout
-    assert "model_id = 'HuggingFaceTB/SmolLM2-135M-Instruct' cannot be loaded" in done.stderr
-
-
-def test_file_alone_has_no_built_in_model(alone):
-    done = run(alone, "starter.py", "--model_id", "tiny")
+@pytest.mark.parametrize("arguments, sentence", [
+    ("--model_id tiny --task starter.py", "lora_rank, frozen_in_bf16 and model_id = 'tiny' need"),
+    ("--lora_rank 16 --task starter.py", "lora_rank, frozen_in_bf16 and model_id = 'tiny' need"),
+    ("", "task = "),  # without support/ there is no built-in task
+])
+def test_file_alone_refuses_in_one_sentence_what_needs_support(alone, arguments, sentence):
+    done = run(alone, "starter.py", *arguments.split())
     assert done.returncode == 1
-    assert done.stderr == ("starter.py stopped: model_id = 'tiny' needs the folder support/ beside "
-                           "starter.py; give model_id = a checkpoint folder or a Hugging Face "
-                           "name\n")
-    assert "=== All Tests Passed! ===" in done.stdout
+    assert done.stderr.startswith(f"starter.py stopped: {sentence}")
+    assert done.stderr.count("\n") == 1 and "support/ beside this file" in done.stderr
+    assert "=== Running Quick Tests ===" in done.stdout and "no longer holds" not in done.stdout
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
 
 
-# Prints what changed in the process while starter was imported.
+# Prints what changed while starter was imported.
 LOOK = """
-import logging, random, signal, sys, threading, warnings
-import numpy, torch, transformers
+import json, logging, os, random, signal, sys, threading, warnings, numpy, torch
 
 def state():
     return dict(
-        excepthook=(sys.excepthook, threading.excepthook, sys.unraisablehook),
+        path=list(sys.path), warnings=list(warnings.filters), threads=threading.active_count(),
         signals=[signal.getsignal(number) for number in signal.valid_signals()],
-        path=list(sys.path), modules=sys.modules["__main__"], argv=list(sys.argv),
-        warnings=list(warnings.filters), logging=logging.root.level,
-        handlers=list(logging.root.handlers), threads=threading.active_count(),
-        streams=(sys.stdout, sys.stderr), recursion=sys.getrecursionlimit(),
-        generators=(random.getstate(), str(numpy.random.get_state()),
-                    torch.get_rng_state().tolist()),
-        torch=(torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
-               torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
-               torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cpu"),
-               torch.get_default_device(), torch.set_num_threads, torch.cuda.is_initialized(),
-               torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32),
-        attention=sorted(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()),
-    )
+        logging=(logging.root.level, list(logging.root.handlers), sys.excepthook),
+        generators=(random.getstate(), str(numpy.random.get_state()), str(torch.get_rng_state())),
+        torch=(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+               torch.are_deterministic_algorithms_enabled(), torch.cuda.is_initialized(),
+               torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
 
-import json, os
-import transformers.modeling_utils
-environment = dict(os.environ)
-before = state()
+before, environment = state(), dict(os.environ)
 import starter
 after = state()
-changed = [name for name in before if before[name] != after[name]]
-variables = [name for name in os.environ if os.environ[name] != environment.get(name)]
-print(json.dumps([changed, variables]))
+print(json.dumps([[name for name in before if before[name] != after[name]],
+                  sorted(os.environ.keys() - environment.keys()),
+                  [name for name in environment if environment[name] != os.environ.get(name)],
+                  [name for name in sys.modules if name.startswith(("transformers", "support"))]]))
 """
 
 
-def test_import_changes_nothing_but_the_environment(alone):
+def test_import_changes_nothing_but_variables_that_are_not_set(alone):
     done = run(alone, "-c", LOOK)
     assert (done.stderr, done.returncode) == ("", 0)
-    changed, variables = json.loads(done.stdout)
-    assert changed == []
-    assert set(variables) <= set(starter.ENVIRONMENT)
+    changed, variables, overwritten, imported = json.loads(done.stdout)
+    assert changed == overwritten == imported == [] != variables
+    assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}

@@ -1,5 +1,5 @@
-"""Tests of what a GPU would be told. None is there: torch.cuda and vLLM are stood in for, and what
-they are called with is compared with what docs/several_gpus.md says."""
+"""What starter.py decides and tells vLLM on a GPU. None is there: torch.cuda and vLLM are stood in
+for. tests/test_other_device.py has whole runs."""
 import inspect
 import sys
 from types import SimpleNamespace
@@ -12,93 +12,66 @@ from conftest import save_checkpoint
 import starter
 
 
-def test_vllm_starts_on_the_gpu_of_its_process_with_a_float32_head(monkeypatch):
-    given = {}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(
-        LLM=lambda model, **settings: given.update(settings)))
-    monkeypatch.setattr(starter, "VLLM_IS_CPU", False)
+@pytest.fixture
+def gpus(monkeypatch):
+    """Four GPUs, and vLLM. Returns what its engine was given, and the GPUs that became current."""
+    told = SimpleNamespace(settings={}, current=[0])
+    vllm = SimpleNamespace(LLM=lambda model, **settings: told.settings.update(settings))
+    vllm.__spec__ = object()
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    starter.init_vllm("model", 0, 64, 0.2, bf16=True)
-    assert given["device_ids"] == [3]  # without it every process under torchrun gets GPU 0
-    assert given["hf_overrides"] == {"head_dtype": "float32"}  # else logits of 16 round by 0.06
-    assert given["gpu_memory_utilization"] == 0.2 and given["dtype"] == "bfloat16"
-    starter.init_vllm("model", 0, 64, 0.2, bf16=False)
-    assert given["hf_overrides"] == {} and given["dtype"] == "float32"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: told.current.append(torch.device(device).index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: told.current[-1])
+    return told
+
+
+def test_a_gpu_gets_the_large_preset_bf16_and_vllm(gpus):
+    cfg = starter.cfg_with(preset="auto", device="auto", bf16="auto")
+    assert (cfg.device.type, cfg.bf16, cfg.engine) == ("cuda", True, "vllm")
+    assert cfg.model_id == starter.PRESETS["qwen3-1.7b"]["model_id"]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_vllm_starts_on_the_gpu_of_the_policy_with_a_float32_head(gpus, bf16):
+    cfg = starter.cfg_with(device="cuda:3", bf16=bf16)
+    starter.init_vllm.__wrapped__("model", cfg.seed, 64, cfg.gpu_mem_util, cfg.bf16)
+    given = gpus.settings
+    assert given["device_ids"] == [3]
+    assert given["gpu_memory_utilization"] == cfg.gpu_mem_util
+    if bf16:  # else logits of 16 would round by 0.06
+        assert given["hf_overrides"] == {"head_dtype": "float32"} and given["dtype"] == "bfloat16"
+    else:
+        assert given["hf_overrides"] == {} and given["dtype"] == "float32"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not starter.importlib.util.find_spec("vllm"), reason="vLLM is not installed")
-def test_vllm_knows_what_it_is_told_on_a_gpu(monkeypatch):
+def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
-    given = {}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(
-        LLM=lambda model, **settings: given.update(settings)))
-    monkeypatch.setattr(starter, "VLLM_IS_CPU", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    starter.init_vllm("model", 0, 64, 0.2, bf16=True)
+    with mock.patch("vllm.LLM") as llm:
+        starter.init_vllm.__wrapped__("model", 0, 64, 0.2, True)
     known = {*inspect.signature(EngineArgs).parameters, *inspect.signature(LLM).parameters}
-    assert given.keys() <= known
+    assert llm.call_args.kwargs.keys() <= known
 
 
-def test_device_with_a_number_is_the_current_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for device in ("cuda", "cuda:1"):
-        cfg = SimpleNamespace(device=device, bf16="auto", engine="transformers")
-        assert starter.choose_hardware(cfg).startswith("device: a card | bf16")
-    assert chosen == [torch.device("cuda:1")]
+def test_limit_of_the_stale_sampler_check_allows_for_tf32(gpus):
+    means = {"sampler_logprob_diff": 5e-3}
+    starter.check_log_probs(means, 2, starter.cfg_with(device="cuda", engine="vllm"), 0.0)
+    with pytest.raises(starter.RunStopped, match="stale or other weights"):
+        starter.check_log_probs(means, 2, starter.cfg_with(device="cpu", engine="vllm"), 0.0)
 
 
-def test_phases_are_timed_when_the_gpu_has_done_its_work(monkeypatch):
-    waits = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
-    with starter.timed(starter.defaultdict(float), "rollout"):
-        assert len(waits) == 1
-    assert len(waits) == 2
-
-
-def test_float32_on_a_gpu_has_the_limit_of_tf32():
-    assert starter.FLOAT32_LIMIT["cpu"] == 1e-3 and starter.FLOAT32_LIMIT["cuda"] == 1e-2
-
-
-def test_rows_decoded_together_fit_into_the_bytes_of_the_cache():
-    from transformers import Qwen3Config
-    config = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-                         head_dim=128, hidden_size=2048)
-    policy = SimpleNamespace(config=config)
-    of_row = 2 * 28 * 8 * 128 * 406 * 4  # keys and values, float32, by hand
-    n = starter.rows_at_once(policy, 406)
-    assert n * of_row <= starter.CACHE_BYTES < (n + 1) * of_row and n < starter.ROWS_AT_ONCE
-    assert starter.rows_at_once(policy, 1) == starter.ROWS_AT_ONCE
-    assert starter.rows_at_once(policy, 10**9) == 1
-
-
-@pytest.mark.parametrize("budget", [1, 10**9])
-def test_cut_by_the_bytes_of_the_cache_changes_no_token(tmp_path, monkeypatch, budget):
+@pytest.mark.parametrize("tokens_at_once", [1, 16])
+def test_cut_by_the_size_of_the_cache_changes_no_token(tmp_path, monkeypatch, tokens_at_once):
     policy, _ = starter.init_policy(save_checkpoint(tmp_path / "model"), "cpu")
-    sampling = starter.Sampling(3, 5, 1.0, 0, (1,))
-    whole = starter.rollout_with_transformers(policy, [[3, 4], [5, 6]], sampling)
-    monkeypatch.setattr(starter, "CACHE_BYTES", budget)
-    cut = starter.rollout_with_transformers(policy, [[3, 4], [5, 6]], sampling)
+    cfg = starter.cfg_with(max_new_tokens=5)
+    prompts = [[3, 4], [5, 6], [7]]
+    whole = starter.rollout_with_transformers.__wrapped__(policy, prompts, cfg, 0, 3, 1.0)
+    monkeypatch.setattr(starter, "TOKENS_AT_ONCE", tokens_at_once)
+    cut = starter.rollout_with_transformers.__wrapped__(policy, prompts, cfg, 0, 3, 1.0)
     assert [r.response_ids for r in cut] == [r.response_ids for r in whole]
-
-
-def test_ranks_wait_an_hour_for_one_another(monkeypatch):
-    ranks = pytest.importorskip("support.ranks")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with mock.patch.object(torch.cuda, "set_device") as set_device, \
-            mock.patch.object(ranks.dist, "init_process_group") as joined, \
-            mock.patch.object(ranks.dist, "get_rank", return_value=0), \
-            mock.patch.object(ranks.dist, "get_world_size", return_value=2):
-        ranks.find()
-    set_device.assert_called_once_with(1)
-    assert joined.call_args.args == ("nccl",)
-    assert joined.call_args.kwargs["timeout"].total_seconds() == 3600
+    rows = list(starter.rows_to_decode.__wrapped__([[3, 4]] * 9, 5))
+    assert max(map(len, rows)) == {1: 1, 16: 2}[tokens_at_once]

@@ -1,195 +1,152 @@
-"""Tests of support/memory.py: what a run takes, and the refusal of one that cannot fit."""
-from types import SimpleNamespace
+"""What a run takes, the refusal of one that cannot fit, and steps for which memory runs out."""
+import re
+from unittest import mock
 
 import pytest
 import torch
-from conftest import save_checkpoint, scalars, settings
+from transformers import Qwen3Config
 
 import starter
+from starter import InputError, RunStopped
+from support import lora, memory
 
-memory = pytest.importorskip("support.memory")
-bench = pytest.importorskip("lab.bench")
+from conftest import save_checkpoint, settings
 
-RESPONSES = {"all": 128 * 256, "longest": 256}
-PROMPTS = {"all": 16 * 150, "longest": 150}
-
-
-def config_of(name):
-    return bench.model_config(**bench.TABLE_SIZES[name])
-
-
-@pytest.fixture(params=["Qwen3", "Llama"])
-def config(request):
-    import transformers
-    return getattr(transformers, f"{request.param}Config")(
-        vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=request.param == "Qwen3")
+# Parameters of Qwen3-1.7B by hand: 28 layers of q, k, v, o, three of the MLP, and norms
+BODY = 28 * (2048 * (2 * 2048 + 2 * 1024 + 3 * 6144) + 2 * 2048 + 2 * 128) + 2048
+EMBEDDING = 151_936 * 2048
+ADAPTERS = 16 * 28 * (2 * (2048 + 2048) + 2 * (2048 + 1024) + 3 * (2048 + 6144))
 
 
-def test_parameters_are_counted_as_torch_counts_them(config):
-    from transformers import AutoModelForCausalLM
-    shape = memory.shape_of(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    n = sum(parameter.numel() for parameter in model.parameters())
-    assert shape.n_body + shape.n_head == pytest.approx(n, rel=0.01)  # but for a few norms
-
-
-def test_parameters_of_adapters_are_counted_as_torch_counts_them(config):
-    pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_config(config)
-    starter.add_adapter(model, 16, seed=0)
-    n = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert memory.n_of_adapters(memory.shape_of(config), 16) == n
-
-
-def test_adapters_take_the_place_of_gradients_moments_and_reference():
-    """By hand: 16 bytes for each parameter of the adapters, 2 for each frozen one of the body, 4
-    for the embedding."""
-    config = config_of("1.7B")
-    shape = memory.shape_of(config)
-    parts = memory.predicted_gb(config, RESPONSES, PROMPTS, kl_penalty=True, on_cpu=False,
-                                lora_rank=16)
-    fixed = sum(parts[name] for name in memory.FIXED)
-    by_hand = 2 * shape.n_body + 4 * shape.n_head + 16 * memory.n_of_adapters(shape, 16)
-    assert fixed == pytest.approx(by_hand / 1e9)
-    full = memory.predicted_gb(config, RESPONSES, PROMPTS, kl_penalty=True, on_cpu=False)
-    assert fixed < 0.3 * sum(full[name] for name in memory.FIXED)
-
-
-def test_reference_takes_2_bytes_for_each_parameter_of_a_layer():
-    config = config_of("1.7B")
-    shape = memory.shape_of(config)
-    parts = memory.predicted_gb(config, RESPONSES, PROMPTS, kl_penalty=True, on_cpu=False)
-    assert parts["reference"] == pytest.approx((2 * shape.n_body + 4 * shape.n_head) / 1e9)
-
-
-def test_processes_divide_what_does_not_depend_on_the_microbatch():
-    two, four = (memory.predicted_gb(config_of("4B"), RESPONSES, PROMPTS, kl_penalty=True,
-                                     on_cpu=False, ranks=ranks) for ranks in (2, 4))
-    for name, size in two.items():
-        divided = name in memory.FIXED
-        assert four[name] == pytest.approx(size / 2 if divided else size)
+@pytest.fixture(scope="module")
+def qwen():
+    return Qwen3Config(vocab_size=151_936, hidden_size=2048, intermediate_size=6144, head_dim=128,
+                       num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                       tie_word_embeddings=True)
 
 
 def cfg_of(**changes):
-    given = dict(max_new_tokens=256, bf16=True, use_kl_penalty=True, gradient_checkpointing=False,
-                 device=torch.device("cuda"), lora_rank=0, engine="transformers")
-    return SimpleNamespace(**given | changes)
+    return starter.cfg_with(**dict(preset="qwen3-1.7b", bf16=True, engine="transformers",
+                                   device="cuda", use_kl_penalty=True) | changes)
 
 
-@pytest.fixture
-def saved(tmp_path):
-    config = config_of("1.7B")
-    config.save_pretrained(tmp_path)
-    return tmp_path
+def test_what_is_in_memory_is_counted_by_hand(qwen):
+    n = BODY + EMBEDDING
+    by_hand = {"weights": 4 * n, "gradients": 4 * n, "moments": 8 * n, "reference": 4 * n}
+    sizes = memory.predicted_gb(qwen, cfg_of(), 4096)
+    assert by_hand == pytest.approx({name: sizes[name] * 1e9 for name in by_hand})
+    halves = memory.predicted_gb(qwen, cfg_of(), 8192, ranks=2)
+    for name, size in sizes.items():
+        twice = 2 if name == "activations" else 0.5 if name in by_hand else 1
+        assert name == "head" or halves[name] == pytest.approx(twice * size), name
+    assert memory.predicted_gb(qwen, cfg_of(use_kl_penalty=False), 4096)["reference"] == 0
+    by_hand = {"weights": 2 * BODY + 4 * EMBEDDING, "adapters": 4 * ADAPTERS, "reference": 0,
+               "gradients": 4 * ADAPTERS, "moments": 8 * ADAPTERS}
+    sizes = memory.predicted_gb(qwen, cfg_of(lora_rank=16, frozen_in_bf16=True), 4096)
+    assert by_hand == pytest.approx({name: sizes[name] * 1e9 for name in by_hand})
 
 
-def test_run_that_cannot_fit_is_refused_with_what_would_fit(saved):
-    with pytest.raises(starter.InputError) as refusal:
-        memory.check_fits(saved, cfg_of(), 1, free=24.0)
-    text = str(refusal.value)
-    assert "needs about 38" in text and "24.0 GB are free on this GPU" in text
-    assert "use lora_rank = 16 (about 7." in text and text.endswith("or a smaller model")
+@pytest.mark.parametrize("changes, free, remedy", [
+    (dict(), 24.0, "lora_rank = 16"), (dict(), 36.0, "use_kl_penalty = False"),
+    (dict(), 2.0, "more memory"), (dict(), 80.0, ""), (dict(use_kl_penalty=False), 36.0, ""),
+    (dict(lora_rank=16), 24.0, "")])
+def test_run_that_cannot_fit_is_refused_with_what_would_fit(qwen, tmp_path, monkeypatch, changes,
+                                                            free, remedy):
+    assert 0 < memory.free_gb(starter.cfg_with()) < 1e5
+    monkeypatch.setattr(memory, "free_gb", lambda cfg: free)
+    cfg = cfg_of(model_id=str(tmp_path), **changes)
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    memory.check_fits(cfg)  # what cannot be counted is not refused
+    qwen.save_pretrained(tmp_path)
+    if not remedy:
+        return memory.check_fits(cfg)
+    with pytest.raises(InputError, match=f"about 44.* GB .*; {free} GB are free; use {remedy}"):
+        memory.check_fits(cfg)
 
 
-def test_experts_are_not_guessed():
-    from transformers import Qwen3MoeConfig
-    with pytest.raises(AttributeError, match="experts"):
-        memory.shape_of(Qwen3MoeConfig())
-
-
-@pytest.mark.parametrize("changes, n_ranks, free", [
-    (dict(), 1, 80.0), (dict(lora_rank=16), 1, 24.0), (dict(), 2, 27.0),
-    (dict(use_kl_penalty=False), 1, 35.0)])
-def test_run_that_may_fit_is_not_refused(saved, changes, n_ranks, free):
-    memory.check_fits(saved, cfg_of(**changes), n_ranks, free)
-
-
-def test_model_that_the_formula_does_not_know_is_not_refused(tmp_path):
-    memory.check_fits(tmp_path, cfg_of(), 1, free=0.0)
-    (tmp_path / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
-    memory.check_fits(tmp_path, cfg_of(), 1, free=0.0)
-
-
-def test_refusal_comes_before_the_model_is_loaded(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "free_gb", lambda device: 0.1)
-    monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(starter.InputError, match="0.1 GB are free on this machine; use a smaller"):
-        starter.main(**settings(checkpoint, tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-# --------------------------------------------------------------------------------------------------
-# What does not learn, in bf16
-
-def model_of(family, tmp_path):
-    if family != "GPT2":
-        return starter.init_policy(save_checkpoint(tmp_path / "model", family=family), "cpu")[0]
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        n_embd=64, n_layer=2, n_head=2, vocab_size=40, n_positions=64, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0)).eval()
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "GPT2"])
-@pytest.mark.parametrize("lora", [False, True])
-def test_what_does_not_learn_gives_the_same_bits_from_bf16(family, lora, tmp_path, capsys):
-    model = model_of(family, tmp_path).requires_grad_(False)
-    if lora:
+@pytest.mark.parametrize("family, lora_rank", [("Qwen3", 0), ("Llama", 0), ("Qwen3", 4)])
+def test_what_does_not_learn_gives_the_same_bits_from_bf16(tmp_path, family, lora_rank):
+    policy, _ = starter.init_policy(save_checkpoint(tmp_path / "model", family=family), "cpu")
+    cfg = starter.cfg_with(frozen_in_bf16=True, lora_rank=lora_rank, use_kl_penalty=True)
+    model = policy if lora_rank else starter.copy.deepcopy(policy).requires_grad_(False)
+    if lora_rank:
         pytest.importorskip("peft")
-        starter.add_adapter(model, 4, seed=0)
-    responses = [starter.Response([3, 4, 5], [6, 7, 8, 9], [-2.0] * 4, True),
-                 starter.Response([3], [9, 8], [-2.0] * 2, True)]
-    batch = starter.make_batch(responses, torch.zeros(2), "cpu")
-    before = starter.response_hidden_states(model, batch, bf16=True)
-    memory.store_in_bf16(model, [[3, 4], [5]], starter.PLAIN)
-    assert torch.equal(starter.response_hidden_states(model, batch, bf16=True), before)
-    assert capsys.readouterr().out == ""
-    halved = [p.numel() for p in model.parameters() if p.dtype == torch.bfloat16]
-    body = sum(p.numel() for name, p in model.named_parameters()
-               if p.dim() == 2 and ".lora_" not in name and "emb" not in name
-               and "wte" not in name and "wpe" not in name and "lm_head" not in name)
-    assert sum(halved) >= body and model.get_output_embeddings().weight.dtype == torch.float32
+        lora.add_adapters(policy, cfg)
+    ids = torch.arange(20)[None] % 9
+    before = starter.get_response_log_probs(model, ids, ids, bf16=True)
+    memory.store_frozen_in_bf16(policy, None if lora_rank else model, cfg)
+    assert torch.equal(starter.get_response_log_probs(model, ids, ids, bf16=True), before)
+    dtypes = {p.dtype for p in model.parameters() if p.dim() == 2 and not p.requires_grad}
+    assert dtypes == {torch.float32, torch.bfloat16}  # embedding and head; the rest
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_what_learns_stays_in_float32(tmp_path):
-    policy = model_of("Qwen3", tmp_path)
-    memory.store_in_bf16(policy, [[3, 4], [5]], starter.PLAIN)
-    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-
-
-def test_model_whose_bits_would_change_keeps_float32(tmp_path, capsys):
-    model = model_of("Llama", tmp_path).requires_grad_(False)
+def test_model_whose_bits_would_change_is_refused(checkpoint):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    model = starter.copy.deepcopy(policy).requires_grad_(False)
     layer = model.model.layers[0].mlp.down_proj
 
     def without_autocast(x):
         with torch.autocast("cpu", enabled=False):
-            return torch.nn.functional.linear(x.to(layer.weight.dtype), layer.weight)
+            return torch.nn.functional.linear(x.float(), layer.weight.float())
 
     layer.forward = without_autocast
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    memory.store_in_bf16(model, [[3, 4], [5]], starter.PLAIN)
-    assert "LlamaForCausalLM stay in float32: its hidden states change" in capsys.readouterr().out
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.raises(InputError, match="frozen_in_bf16 = True changes the log-probs of Qwen3For"):
+        memory.store_frozen_in_bf16(policy, model, starter.cfg_with(use_kl_penalty=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(use_kl_penalty=True, kl_coef=0.1),
-                                     dict(lora_rank=4, learning_rate=1e-2)])
-def test_run_in_bf16_has_the_same_bits_with_and_without_the_saving(checkpoint, tmp_path,
-                                                                  monkeypatch, changes):
-    if "lora_rank" in changes:
-        pytest.importorskip("peft")
-    runs = []
-    for saves in (True, False):
-        if not saves:
-            monkeypatch.setattr(memory, "store_in_bf16", lambda *_: None)
-        runs.append(starter.main(**settings(checkpoint, tmp_path, bf16=True, n_train_steps=3,
-                                            **changes)))
-    assert runs[0]["after"] == runs[1]["after"]
-    first, second = (scalars(run["run_folder"]) for run in runs)
-    for tag in ("train/loss", "train/grad_norm", "train/kl_penalty"):
-        assert first.get(tag) == second.get(tag), tag
+def with_memory_for(n_tokens, error):
+    """grpo_microbatch_step on a device with so little memory that larger microbatches fail, after
+    some gradients were added."""
+    real = starter.grpo_microbatch_step
+
+    def step(policy, rows, *others):
+        found = real(policy, rows, *others)
+        if rows["labels"].numel() > n_tokens and len(others) < 4:  # not at made-up statistics
+            raise error
+        return found
+
+    return mock.patch.object(starter, "grpo_microbatch_step", step)
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")])
+def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, error):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    responses = [starter.Response([1, 2, 3], [(5 * n + i) % 50 for i in range(n)], [-3.4] * n, True)
+                 for n in (1, 9, 4, 6, 7, 2, 8, 3)]
+    batch = starter.make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
+    batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 9)
+    found = []
+    for n_tokens in (10_000, 20):
+        cfg = starter.cfg_with(max_tokens_per_microbatch=90)
+        microbatches = starter.cut_microbatches(batch, 90)
+        policy.zero_grad()
+        with with_memory_for(n_tokens, error):
+            means = memory.accumulate_gradients(policy, microbatches, 40, cfg)
+        found.append((means["loss"], torch.cat([p.grad.flatten() for p in policy.parameters()])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert max(rows["labels"].numel() for rows in microbatches) <= 20  # for the next epoch
+    assert sum(len(rows["labels"]) for rows in microbatches) == 8
+    assert all("old_log_probs" in rows for rows in microbatches)
+
+
+def test_smaller_microbatches_stay_for_the_rest_of_the_run(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, max_tokens_per_microbatch=1000)
+    with with_memory_for(100, torch.OutOfMemoryError("CUDA out of memory")):
+        starter.main(**given)
+        starter.main(**given | dict(n_train_steps=6, resume=True))
+    printed = capsys.readouterr().out
+    sizes = [int(n) for n in re.findall(r"out of memory: microbatches of (\d+) tokens", printed)]
+    assert len(sizes) >= 2 and sizes == sorted(set(sizes), reverse=True)  # ever smaller
+    assert "out of memory" not in printed[printed.index("Step 1 |"):]
+
+
+@pytest.mark.parametrize("error, kind, words", [
+    (torch.OutOfMemoryError("CUDA out of memory"), RunStopped, "with a single response at a time"),
+    (RuntimeError("shapes"), RuntimeError, "^shapes$")])
+def test_other_errors_and_a_lack_for_one_response_stop_the_run(checkpoint, tmp_path, error, kind,
+                                                               words):
+    with with_memory_for(0, error), pytest.raises(kind, match=words):
+        starter.main(**settings(checkpoint, tmp_path))

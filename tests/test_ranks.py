@@ -1,367 +1,251 @@
 """Tests of support/ranks.py: several processes under torchrun compute what one process computes.
 
-torchrun starts this very file as a program; the functions named program_... are what it runs.
+torchrun starts this very file as a program, which makes many runs one after the other, since each
+start of a process takes seconds. lab/crash_test.py --processes 2 kills such runs.
 """
-import atexit
-import copy
+import functools
+import importlib.util
+import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("support.fast")
+pytest.importorskip("support.ranks")
 
 import safetensors.torch
-import starter
 from conftest import save_checkpoint, scalars, settings, variety
-from support import fast, ranks
+from lab.crash_test import outcome
+
+import starter
+from support import ranks
 
 REPOSITORY = Path(starter.__file__).parent
-needs_vllm = pytest.mark.skipif(not starter.importlib.util.find_spec("vllm"),
-                                reason="vLLM is not installed")
+WITH_KL = dict(use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound")
+CASES = {  # name: (checkpoint, changes of the run)
+    "tied": ({}, WITH_KL),
+    "untied": (dict(family="Llama", tie=False), WITH_KL),
+    "adapters": ({}, WITH_KL | dict(lora_rank=4, learning_rate=1e-2)),
+    "gradient checkpointing": ({}, WITH_KL | dict(gradient_checkpointing=True)),
+    "uneven shares, two rewards": ({}, dict(
+        rollout_batch_size=12, n_eval_problems=7, reward="two", use_kl_penalty=True, kl_coef=0.1,
+        kl_estimator="exact", kl_in="loss_to_go")),
+    "a process without a prompt": ({}, WITH_KL | dict(rollout_batch_size=4, n_eval_problems=1)),
+    "a process without a row": ({}, dict(reward="equal")),
+    "GPT2": (dict(family="GPT2", n_embd=64, n_layer=2, n_head=2, n_positions=256), WITH_KL),
+    "Mixtral": (dict(family="Mixtral", num_local_experts=4), WITH_KL),
+    "Mamba": (dict(family="Mamba", state_size=8), WITH_KL),
+}
+if importlib.util.find_spec("vllm"):
+    CASES |= {"vLLM": ({}, WITH_KL | dict(engine="vllm")),
+              "vLLM, adapters": ({}, CASES["adapters"][1] | dict(engine="vllm"))}
 
 
-# --------------------------------------------------------------------------------------------------
-# What torchrun runs
-
-RESPONSE_LENGTHS = (1, 9, 4, 6, 7, 2, 8, 3)
+class Killed(BaseException):
+    """Stands for kill -9 inside a process: no handler may catch it."""
 
 
-def ragged_batch():
-    """Eight responses of different lengths to three prompts, as one batch with its weights."""
-    responses = [
-        starter.Response(list(range(5, 6 + n % 3)), [5 + (5 * n + i * i) % 32 for i in range(n)],
-                         [-3.4] * n, True)
-        for n in RESPONSE_LENGTHS]
-    batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
-    batch["weights"] = starter.token_weights(batch["response_mask"], "dapo", 9)
-    return batch
+def equal(text, problem):
+    return 0.5
 
 
-def gradients_and_means(model, ref_model, microbatches, parts):
-    """Returns {name: whole gradient} and {name: mean over the step's tokens}."""
-    cfg = SimpleNamespace(clip_range=0.2, importance_cap=2.0, temperature=1.0, bf16=False,
-                          kl=starter.KLSettings("exact"))
-    means, _ = starter.accumulate_gradients(model, microbatches, sum(RESPONSE_LENGTHS), cfg, parts,
-                                            ref_model, 0.1)
-    gradients = {name: parts.ranks.whole(p.grad) for name, p in model.named_parameters()}
-    return gradients, {name: float(mean) for name, mean in means.items()}
+def act(name):
+    """What becomes of a process in the middle of a run."""
+    if name == "killed":
+        raise Killed
+    if name == "interrupted" and ranks.RANK == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    if name == "fails" and ranks.RANK == 1:
+        raise ZeroDivisionError
 
 
-def compare_with_one_process(folder, divided, weights_at_once):
-    """One step by the plain path on this process alone, and one by all ranks. Returns the
-    differences of gradients and means, and the microbatches of this rank."""
-    ranks.WEIGHTS_AT_ONCE = weights_at_once
-    policy, _ = starter.init_policy(folder, "cpu")
-    ref_model = copy.deepcopy(policy).requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in ref_model.parameters():
-        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    batch = ragged_batch()
-    sampling = starter.Sampling(group_size=2, max_new_tokens=4, temperature=1.0, seed=0,
-                                stop_token_ids=(1,))
+def reward_named(name):
+    """Returns `equal`, two rewards, or `variety` with an act at the first response of step 3. Of 10
+    held-out problems and 16 responses, evaluated before and after step 2, each process scores half.
+    """
+    calls = itertools.count(1)
 
-    alone = starter.Parts(starter.PLAIN, starter.OneProcess(), None)
-    plain = copy.deepcopy(policy)
-    gradients, means = gradients_and_means(plain, copy.deepcopy(ref_model),
-                                           starter.cut_microbatches(batch, 60), alone)
-    sampled = starter.rollout(plain, None, [[5, 6]], sampling, alone)
+    @functools.wraps(variety)
+    def reward(text, problem):
+        if next(calls) == 5 + 8 + 8 + 5 + 1:
+            act(name)
+        return variety(text, problem)
 
-    for model in (policy, ref_model):
-        fast.COMPUTE.prepare(model)
-    compute = divided.shard([policy, ref_model], fast.COMPUTE)
-    parts = starter.Parts(compute, divided, None)
-    microbatches = divided.microbatches(batch, 9, parts.compute.cut_microbatches)
-    our_gradients, our_means = gradients_and_means(policy, ref_model, microbatches, parts)
-    our_sampled = starter.rollout(policy, None, [[5, 6]], sampling, parts)
-
-    scale = max(gradient.abs().max() for gradient in gradients.values())
-    errors = [(gradients[name] - our_gradients[name]).abs().max() / scale for name in gradients]
-    return {
-        "gradient": max(errors).item(),
-        "means": max(abs(means[name] - our_means[name]) for name in means),
-        "is_divided": any(hasattr(parameter, "full_tensor") for parameter in policy.parameters()),
-        "same_samples": [r.response_ids for r in sampled] == [r.response_ids for r in our_sampled],
-        "n_sampled": len(our_sampled),  # the second rank had no prompt
-        "microbatches": len(microbatches),
-        "with_responses": sum(rows["response_mask"].any().item() for rows in microbatches),
-    }
+    return {"equal": equal, "two": [(variety, 1.0), (equal, 0.5)]}.get(name, reward)
 
 
-class AtTheInterpretersEnd:
-    """Writes a line if it is still there when the interpreter ends. gloo's threads release
-    tensors then, and abort the process."""
-    def __del__(self, write=os.write):
-        write(2, b"met the interpreter's own end\n")
-
-
-def program_memory(folder, out_dir):
-    """Trains, saves, resumes. Writes to out_dir/memory_<rank>.json the most memory, in GB above
-    that before the model was loaded, in each phase."""
-    peaks = {}
-
-    def status(name):
-        found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 / 1e9
-
-    def watched(phase, function):
-        def call(*args, **kwargs):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            result = function(*args, **kwargs)
-            peaks[phase] = max(peaks.get(phase, 0.0), status("VmHWM") - at_first)
-            if phase == "update":
-                models.append(args[0])
-            return result
-
-        return call
-
-    divided = ranks.find()
-    models = []
-    with divided.joined():
-        at_first = status("VmRSS")
-        given = dict(n_train_steps=2, save_every=1, use_kl_penalty=True, kl_coef=0.1, bf16=True,
-                     max_tokens_per_microbatch=2048, rollout_batch_size=64, max_new_tokens=16)
-        for phase, owner, name in (("update", starter, "accumulate_gradients"),
-                                   ("rollout", starter, "rollout"), ("save", starter.Run, "save"),
-                                   ("load", starter.Run, "load"),
-                                   ("the model", ranks.Ranks, "collect")):
-            setattr(owner, name, watched(phase, getattr(owner, name)))
-        starter.main(**run_settings(folder, out_dir, **given))
-        starter.main(**run_settings(folder, out_dir, resume=True, **given | {"n_train_steps": 3}))
-        watched("sync", starter.drain)(divided.weights(models[-1]))
-        path = Path(out_dir) / f"memory_{divided.rank}.json"
-        path.write_text(json.dumps(peaks))
-
-
-def program_gradients(folder):
-    """Writes what compare_with_one_process finds to folder/rank_<n>.json."""
-    global late
-    late = AtTheInterpretersEnd()
-    atexit.register(sys.stderr.write, "left in order\n")
-    divided = ranks.find()
-    with divided.joined():
-        totals = divided.total({"largest": divided.rank + 1, "sum": 1.5}, largest=("largest",))
-        assert totals == {"largest": 2, "sum": 3}
-        own, first = divided.share(list(range(5)))
-        assert own == list(range(5))[first:first + 3]
-        assert divided.gather(own) == list(range(5))
-        rows = [compare_with_one_process(f"{folder}/{tie}", divided, weights_at_once)
-                for tie in (True, False) for weights_at_once in (1, 10**6)]
-        Path(folder, f"rank_{divided.rank}.json").write_text(json.dumps(rows))
-
-
-def fails_on_second_rank(text, problem):
-    """A reward that raises on one rank of two, while the other goes on."""
-    return variety(text, problem) / (int(os.environ.get("RANK", 0)) == 0)
-
-
-def program_run(checkpoint, folder, changes):
-    """Trains, and writes the run folder that main() returns to folder/rank_<n>.txt."""
-    changes = json.loads(changes)
-    if changes.pop("fails", False):
-        changes["reward"] = fails_on_second_rank
-    starter.warnings.filterwarnings("ignore", category=FutureWarning)
-    divided = ranks.find()
-    with divided.joined():
-        result = starter.main(**run_settings(checkpoint, folder, **changes))
-        Path(folder, f"rank_{divided.rank}.txt").write_text(str(result["run_folder"]))
-
-
-def run_settings(checkpoint, folder, **changes):
+def run_settings(checkpoint, folder, reward=None, **changes):
     """A run in which every state matters: moments, old log-probs, and with the KL penalty the
     reference and the controller."""
-    of_run = dict(n_train_steps=6, save_every=2, eval_every=3, epochs_per_rollout=2)
-    return settings(checkpoint, folder, **of_run | changes)
+    of_run = dict(n_train_steps=4, save_every=2, eval_every=2, epochs_per_rollout=2)
+    return settings(checkpoint, f"{folder}/runs", reward=reward_named(reward), **of_run | changes)
 
 
-WITH_KL = dict(use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound")
+def make_runs(folder):
+    """Makes the runs of folder/runs.json. This process holds half of the weights in each."""
+    real = ranks.divide
+
+    def divide(policy, ref_model, cfg):
+        n = sum(parameter.numel() for parameter in policy.parameters())
+        real(policy, ref_model, cfg)
+        assert 0.4 * n < sum(p.to_local().numel() for p in policy.parameters()) < 0.6 * n
+
+    ranks.divide = divide
+    for checkpoint, out, changes in json.loads(Path(folder, "runs.json").read_text()):
+        status = 0
+        try:
+            starter.main(**run_settings(checkpoint, out, **changes))
+        except Killed:
+            pass
+        except SystemExit as error:
+            status = error.code
+        assert status == (130 if changes.get("reward") == "interrupted" else 0)
 
 
-def environment():
-    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-
-
-def torchrun(*arguments, nodes=1, timeout=600):
-    """Runs a program of this file on two ranks, of one node or of two that meet on the loopback
-    device. Returns the exit codes of the nodes and all output."""
+def torchrun(*arguments, nodes=1):
+    """Starts two processes, of one node or of two that meet on the loopback device. Returns the
+    started launchers."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-        f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{port}",
-        "--rdzv-backend=c10d", "--rdzv-id=test", __file__, *map(str, arguments)]
-    errors = tempfile.TemporaryFile("w+")
-    of_nodes = [subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE,
-                                 stderr=errors) for _ in range(nodes)]
-    try:
-        outputs = [node.communicate(timeout=timeout)[0] for node in of_nodes]
-    finally:
-        for node in of_nodes:
-            node.kill()
-    errors.seek(0)
-    global last_errors
-    last_errors = errors.read()
-    return [node.returncode for node in of_nodes], "".join(outputs) + last_errors
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
+               f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{port}",
+               "--rdzv-backend=c10d", "--rdzv-id=test", "--shutdown-timeout=600",
+               *map(str, arguments)]
+    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return [subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE) for _ in range(nodes)]
 
 
-# --------------------------------------------------------------------------------------------------
-# One process
-
-def rank_of(rank, world):
-    """Returns a Ranks that knows its place and is connected to nobody."""
-    unconnected = object.__new__(ranks.Ranks)
-    unconnected.rank = rank
-    unconnected.world = world
-    return unconnected
-
-
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("max_tokens", [9, 1000])
-def test_microbatches_of_all_ranks_hold_every_row_once(world, max_tokens):
-    batch = ragged_batch()
-    batch["row"] = torch.arange(len(RESPONSE_LENGTHS))[:, None]
-    of_ranks = [rank_of(rank, world).microbatches(batch, max_tokens, fast.cut_microbatches)
-                for rank in range(world)]
-    assert len({len(microbatches) for microbatches in of_ranks}) == 1
-    rows_of_ranks = [[row for rows in microbatches
-                      for row, mask in zip(rows["row"][:, 0].tolist(), rows["response_mask"])
-                      if mask.any()] for microbatches in of_ranks]
-    assert sorted(sum(rows_of_ranks, [])) == list(range(len(RESPONSE_LENGTHS)))
-    for rows in rows_of_ranks:  # the prompt of a response of n tokens has n % 3 + 1
-        prompts = {RESPONSE_LENGTHS[row] % 3 for row in rows}
-        assert len(rows) == sum(n % 3 in prompts for n in RESPONSE_LENGTHS)
+@pytest.mark.parametrize("world, max_tokens", [(2, 9), (3, 1000), (5, 9)])
+def test_microbatches_of_all_processes_hold_every_row_once(monkeypatch, world, max_tokens):
+    responses = [starter.Response([5, 6], [7] * n, [-1.0] * n, True)
+                 for n in (1, 9, 4, 6, 7, 2, 8, 3)]
+    batch = starter.make_batch(responses, torch.zeros(8), "cpu")
+    batch["row"] = torch.arange(8)[:, None]
+    monkeypatch.setattr(ranks, "WORLD", world)
+    monkeypatch.setattr(ranks, "gather", lambda items: [*items, 9])  # another process has 9
+    rows_of_all = []
+    for rank in range(world):
+        monkeypatch.setattr(ranks, "RANK", rank)
+        microbatches = ranks.cut_microbatches(batch, max_tokens)
+        assert len(microbatches) == 9
+        rows_of_all += [row for rows in microbatches for row, mask in
+                        zip(rows["row"][:, 0].tolist(), rows["response_mask"]) if mask.any()]
+    assert sorted(rows_of_all) == list(range(8))
 
 
-@pytest.mark.parametrize("n", [0, 1, 4, 7])
-def test_shares_of_all_ranks_make_the_list(n):
-    shares = [rank_of(rank, 3).share(list(range(n))) for rank in range(3)]
-    assert sum((items for items, _ in shares), []) == list(range(n))
-    for items, first in shares:
-        assert items == list(range(first, first + len(items)))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes all runs of two processes. Returns their folder, one subfolder for each case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    runs = []
+    for name, (model, changes) in CASES.items():
+        checkpoint = str(save_checkpoint(folder / name / "checkpoint", **model))
+        runs.append((checkpoint, str(folder / name / "two"), changes))
+        if name in ("tied", "adapters"):
+            begun_by_one = folder / name / "begun by one"
+            starter.main(**run_settings(checkpoint, begun_by_one, **changes, n_train_steps=2))
+            runs += [(checkpoint, str(folder / name / out), changes | other)
+                     for out, other in (("interrupted", {"reward": "interrupted"}),
+                                        ("killed", {"reward": "killed"}),
+                                        ("killed", {"resume": True}),
+                                        ("begun by one", {"resume": True}))]
+    (folder / "runs.json").write_text(json.dumps(runs))
+    launcher, = torchrun(__file__, folder)
+    output, errors = launcher.communicate(timeout=1800)
+    assert launcher.returncode == 0 and errors == "", output[-1000:] + errors[-3000:]
+    assert output.count("2 processes divide") == len(runs)  # one of them speaks
+    return folder
 
 
-def test_several_ranks_refuse_a_model_that_the_fast_path_does_not_fit():
-    with pytest.raises(starter.InputError, match="start one process, without torchrun"):
-        rank_of(0, 2).shard([], starter.PLAIN)
-
-
-# --------------------------------------------------------------------------------------------------
-# Two processes
-
-@pytest.mark.slow
-def test_gradient_of_two_ranks_is_that_of_one_process(tmp_path):
-    """Ragged responses with a reference, tied and untied heads, layers gathered one by one and
-    together, and ranks with different numbers of microbatches."""
-    for tie in (True, False):
-        save_checkpoint(tmp_path / str(tie), tie=tie)
-    codes, output = torchrun("program_gradients", tmp_path)
-    assert codes == [0], output[-3000:]
-    rows = [row for path in tmp_path.glob("rank_*.json") for row in json.loads(path.read_text())]
-    assert len(rows) == 8
-    for row in rows:
-        assert row["is_divided"] and row["same_samples"] and row["n_sampled"] == 2, row
-        assert row["gradient"] < 1e-5 and row["means"] < 1e-5, row
-    assert any(row["microbatches"] > row["with_responses"] for row in rows), rows
-    assert output.count("left in order") == 2 and "own end" not in output, output[-3000:]
-
-
-def assert_same_run(first, second):
-    """Every logged number but those of time, memory and the sampler's rounding, and the weights."""
-    def numbers(run_folder):
-        return {tag: values for tag, values in scalars(run_folder).items()
-                if not tag.startswith(("time/", "mem/"))
-                and "per_s" not in tag and "sampler" not in tag}
-
-    one, two = numbers(first), numbers(second)
-    assert one.keys() == two.keys()
-    for tag in one:
-        assert one[tag] == pytest.approx(two[tag], rel=2e-3, abs=1e-5), tag
-    one, two = (safetensors.torch.load_file(folder / "model" / "model.safetensors")
-                for folder in (first, second))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-4)
+def assert_same_run(first, second, atol=2e-5):
+    """Every logged number but those of time, memory, rounding and the report, and the weights."""
+    numbers, weights = [], []
+    for folder in (first, second):
+        run_folder, = (path.parent for path in folder.glob("runs/*/config.json"))
+        weights.append(safetensors.torch.load_file(run_folder / "model" / "model.safetensors"))
+        numbers.append({tag: values for tag, values in scalars(run_folder).items()
+                        if not re.match("time/|mem/|outcome/|.*(per_s|sampler)", tag)})
+    assert numbers[0].keys() == numbers[1].keys() and "train/grad_norm" in numbers[0]
+    for tag in numbers[0]:
+        assert numbers[0][tag] == pytest.approx(numbers[1][tag], rel=1e-3, abs=1e-5), tag
+    torch.testing.assert_close(*weights, rtol=0, atol=atol)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes, changes", [
-    (1, WITH_KL), (2, {}), (1, WITH_KL | dict(lora_rank=4, learning_rate=1e-2))],
-    ids=["one node, with KL", "two nodes, without KL", "one node, adapters"])
-def test_two_ranks_have_the_run_of_one_process(checkpoint, tmp_path, nodes, changes):
-    """Also where one process goes on from the ranks' checkpoint, and the other way round."""
-    alone = starter.main(**run_settings(checkpoint, tmp_path / "alone", **changes))["run_folder"]
-    codes, output = torchrun("program_run", checkpoint, tmp_path / "ranks", json.dumps(changes),
-                             nodes=nodes)
-    assert codes == [0] * nodes and "ranks 2" in output, output[-3000:]
-    assert output.count("=== Report ===") == 1
-    ranks_folder, = tmp_path.glob("ranks/20*")
-    returned = [(tmp_path / "ranks" / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
-    assert returned == [str(ranks_folder)] * 2
-    assert_same_run(alone, ranks_folder)
-
-    # The runs saved after steps 2, 4 and 6, and kept the last two.
-    (ranks_folder / "checkpoints" / "step_00000006.safetensors").unlink()
-    starter.main(**run_settings(checkpoint, tmp_path / "ranks", resume=True, **changes))
-    assert_same_run(alone, ranks_folder)
-
-    (alone / "checkpoints" / "step_00000006.safetensors").unlink()
-    codes, output = torchrun("program_run", checkpoint, tmp_path / "alone",
-                             json.dumps(changes | {"resume": True}), nodes=nodes)
-    assert codes == [0] * nodes and "after step 4" in output, output[-3000:]
-    assert_same_run(ranks_folder, alone)
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_two_ranks_with_vllm_have_the_run_of_one_process(checkpoint, tmp_path):
-    """Each rank has a vLLM of its own."""
-    changes = json.dumps(WITH_KL | dict(engine="vllm", n_train_steps=3))
-    codes, output = torchrun("program_run", checkpoint, tmp_path / "ranks", changes)
-    assert codes == [0] and "ranks 2" in output and "engine: vllm" in output, output[-3000:]
-    assert last_errors == ""
-    alone = subprocess.run([sys.executable, __file__, "program_run", checkpoint,
-                            tmp_path / "alone", changes], env=environment(), capture_output=True,
-                           text=True, timeout=600)
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    one, two = (scalars(next(tmp_path.glob(f"{name}/20*"))) for name in ("alone", "ranks"))
-    for tag in ("train/reward_mean", "train/response_length", "train/loss", "train/kl_per_token",
-                "train/grad_norm", "eval/reward_mean"):
-        assert one[tag] == pytest.approx(two[tag], rel=5e-3, abs=1e-4), tag
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_have_the_run_of_one(folder, name):
+    starter.main(**run_settings(folder / name / "checkpoint", folder / name / "one",
+                                **CASES[name][1]))
+    # The key biases of GPT2 have no gradient but rounding errors, which AdamW makes large.
+    assert_same_run(folder / name / "one", folder / name / "two", 1e-3 if name == "GPT2" else 2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_no_rank_holds_much_more_than_in_a_step(tmp_path):
-    """While it saves, loads or hands its weights on. 41 million parameters: 0.16 GB a copy."""
-    bench = pytest.importorskip("lab.bench")
-    bench.make_checkpoint(tmp_path / "model", **bench.SIZES["L"])
-    codes, output = torchrun("program_memory", tmp_path / "model", tmp_path)
-    assert codes == [0], output[-3000:]
-    for path in tmp_path.glob("memory_*.json"):
-        peaks = json.loads(path.read_text())
-        step = max(peaks["update"], peaks["rollout"])
-        assert {"save", "load", "the model", "sync"} < peaks.keys() and step > 0.3, peaks
-        assert max(peaks.values()) <= 1.3 * step, peaks
+@pytest.mark.parametrize("name", ["tied", "adapters"])
+def test_killed_run_of_two_processes_goes_on_with_the_same_bits(folder, name):
+    assert outcome(folder / name / "killed") == outcome(folder / name / "two")
 
 
 @pytest.mark.slow
-def test_rank_that_fails_ends_all(checkpoint, tmp_path):
-    codes, output = torchrun("program_run", checkpoint, tmp_path / "ranks", '{"fails": true}',
-                             timeout=300)
-    assert codes[0] != 0 and "reward raised ZeroDivisionError" in output, output[-3000:]
-    assert not list(tmp_path.glob("ranks/rank_*.txt"))
+@pytest.mark.parametrize("name", ["tied", "adapters"])
+def test_checkpoint_does_not_depend_on_the_number_of_processes(folder, name):
+    assert_same_run(folder / name / "two", folder / name / "begun by one")
+    begun_by_two = folder / name / "begun by two"
+    shutil.copytree(folder / name / "two", begun_by_two)
+    for path in begun_by_two.glob("runs/*/checkpoint_00000004_*"):
+        path.unlink()
+    starter.main(**run_settings(folder / name / "checkpoint", begun_by_two, resume=True,
+                                **CASES[name][1]))
+    assert_same_run(folder / name / "two", begun_by_two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "adapters"])
+def test_signal_to_one_process_ends_all_after_the_same_step(folder, name):
+    run_folder, = (folder / name / "interrupted" / "runs").iterdir()
+    assert (run_folder / "model" / "model.safetensors").is_file()
+    assert "checkpoint_00000003_" in max(path.name for path in run_folder.glob("checkpoint_*"))
+
+
+@pytest.mark.slow
+def test_error_in_one_process_ends_all_of_both_nodes(checkpoint, tmp_path):
+    runs = [(str(checkpoint), str(tmp_path), {"reward": "fails"})]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    nodes = torchrun(__file__, tmp_path, nodes=2)
+    errors = [node.communicate(timeout=600)[1] for node in nodes]
+    assert all(node.returncode not in (0, None) for node in nodes)
+    assert "ZeroDivisionError" in "".join(errors), errors
+    assert "RunStopped: another process of this run has ended" in "".join(errors), errors
+
+
+@pytest.mark.slow
+def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_path):
+    command = [REPOSITORY / "starter.py", f"--model_id={checkpoint}", "--task=countdown_small",
+               "--rollout_batch_size=16", "--max_new_tokens=8", "--n_eval_problems=8",
+               "--learning_rate=1e-3", "--warmup_steps=5", f"--out_dir={tmp_path}",
+               "--max_tokens_per_microbatch=200", "--device=cpu", "--engine=transformers"]
+    launcher, = torchrun(*command, "--n_train_steps=1000")
+    while not launcher.stdout.readline().startswith("Step 2"):
+        assert launcher.poll() is None, launcher.stderr.read()
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=600)
+    step = int(re.search(r"stopped after step (\d+) of 1000", output)[1])
+    launcher, = torchrun(*command, f"--n_train_steps={step + 1}", "--resume")
+    output, errors = launcher.communicate(timeout=600)
+    assert launcher.returncode == 0 and errors == "", errors
+    assert output.count("=== Report") == 1 and f"after step {step}\n" in output
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    make_runs(sys.argv[1])

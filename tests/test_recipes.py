@@ -1,355 +1,230 @@
-"""Tests of recipes/: each patch fits starter.py, computes its paper's formula, and trains.
-
-The formulas are written out below as loops over numbers, in float64. All are slow tests: whoever
-edits the lines that a recipe changes is not stopped by it; CI is.
-"""
-import copy
+"""Each recipe fits starter.py, computes its formula (loops in float64), and trains."""
 import importlib.util
+import inspect
+import itertools
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import save_checkpoint, scalars, settings, variety
 
-import starter
+from conftest import make_tokenizer, save_checkpoint, scalars, settings, variety
+from forked import REPOSITORY, import_copy, import_once, in_new_process, run_all, write_copy
 
-recipes = pytest.importorskip("lab.recipes")
-pytestmark = pytest.mark.slow
-TEXT = (recipes.REPOSITORY / "starter.py").read_text("utf-8")
-NAMES = sorted(recipes.RECIPES)
+pytestmark = pytest.mark.slow  # an edit of lines that a recipe changes is stopped by CI only
+RECIPES = REPOSITORY / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
+TEXT = (REPOSITORY / "starter.py").read_text("utf-8")
+SAME_LINES = [{"cispo", "gspo"}, {"dynamic_sampling", "off_policy"},
+              {"distillation", "moving_reference"}]
 
 
-def load(name, folder, **replaced):
+def git_apply(name, folder):
+    """Does what recipes/README.md says, in this folder. Returns whether it worked."""
+    return subprocess.run(["git", "apply", str(RECIPES / f"{name}.patch")], cwd=folder,
+                          capture_output=True).returncode == 0
+
+
+def load(name, folder):
     """starter.py with a recipe in it, as a module of its own without support/."""
-    text = recipes.apply(name, TEXT)
-    for stands, becomes in replaced.items():
-        assert text.count(stands) == 1
-        text = text.replace(stands, becomes)
-    path = folder / f"{name}.py"
-    path.write_text(text, "utf-8")
-    spec = importlib.util.spec_from_file_location(f"starter_{name}", path)
+    (folder / "starter.py").write_text(TEXT, "utf-8")
+    assert git_apply(name, folder)
+    spec = importlib.util.spec_from_file_location(f"starter_{name}", folder / "starter.py")
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {spec.name: module}):
         spec.loader.exec_module(module)
+    module.DEFAULTS = {name: parameter.default for name, parameter
+                       in inspect.signature(module.main).parameters.items()}
     return module
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_patch_is_what_the_list_makes_and_git_applies_it(name, tmp_path):
-    patch = (recipes.FOLDER / f"{name}.patch").read_text("utf-8")
-    assert patch == recipes.patch_of(name, TEXT), "run python -m lab.recipes"
-    assert recipes.n_added(patch) < recipes.MOST_LINES
+@pytest.mark.parametrize("pair", itertools.combinations(NAMES, 2), ids="+".join)
+def test_two_recipes_apply_together_unless_they_change_the_same(pair, tmp_path):
     (tmp_path / "starter.py").write_text(TEXT, "utf-8")
-    subprocess.run(["git", "apply", str(recipes.FOLDER / f"{name}.patch")], cwd=tmp_path,
-                   check=True, env={"GIT_CEILING_DIRECTORIES": str(tmp_path.parent), "PATH":
-                                    starter.os.environ["PATH"]})
-    assert (tmp_path / "starter.py").read_text("utf-8") == recipes.apply(name, TEXT)
+    assert [git_apply(name, tmp_path) for name in pair] == [True, {*pair} not in SAME_LINES]
 
 
-def test_page_has_a_section_for_each_patch():
-    page = (recipes.FOLDER / "README.md").read_text("utf-8")
-    patches = {path.stem for path in recipes.FOLDER.glob("*.patch")}
-    assert patches == set(NAMES)
-    assert all(f"## {name}\n" in page and f"recipes/{name}.patch" in page for name in NAMES)
+WANDB = """
+init = lambda **settings: __import__("wandb")
+log = lambda values, step: print(step, values, file=open("wandb.txt", "a"))
+"""
+
+
+def train_all(checkpoint, folders):
+    import_once()
+    return run_all([lambda folder=Path(folder): import_copy(folder).main(**settings(
+        checkpoint, folder / "out", n_train_steps=3, save_every=2)) for folder in folders])
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, tmp_path_factory):
+    """{(recipe, with support/): (folder, outcome of training in it)}"""
+    root = tmp_path_factory.mktemp("recipes")
+    save_checkpoint(root / "runs" / "earlier" / "model", seed=1)  # a teacher
+    keys = list(itertools.product(NAMES, (False, True)))
+    folders = [write_copy(root / f"{name}{support}", TEXT, support) for name, support in keys]
+    for (name, _), folder in zip(keys, folders):
+        assert git_apply(name, folder)
+        (folder / "wandb.py").write_text(WANDB)
+    outcomes = in_new_process("test_recipes", "train_all", root, REPOSITORY, str(checkpoint),
+                              list(map(str, folders)))
+    return dict(zip(keys, zip(folders, outcomes)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_trains_at_once(name, checkpoint, tmp_path, monkeypatch):
-    """With its own numbers, alone, on a small random model."""
-    monkeypatch.chdir(tmp_path)
-    logged = []
-    fake = SimpleNamespace(init=lambda **given: SimpleNamespace(
-        log=lambda values, step: logged.append((step, values))))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_recipe_trains_alike_with_and_without_support(name, trained):
+    assert f"\n## {name}\n\n`recipes/{name}.patch`" in (RECIPES / "README.md").read_text("utf-8")
+    logs = []
+    for with_support in (False, True):
+        folder, outcome = trained[name, with_support]
+        assert outcome["status"] == 0, outcome["stderr"][-2000:]
+        logs.append(scalars(*(folder / "out").iterdir()))
+    for tag in ("train/loss", "train/grad_norm", "train/reward_mean"):
+        alone, supported = ([*log[tag].values()] for log in logs)
+        assert alone == pytest.approx(supported, rel=2e-3, abs=1e-6) and len(alone) == 3
+    assert max(logs[0]["train/grad_norm"].values()) > 0
+    assert "3 {'train/loss': " in (folder.parent / "wandb.txt").read_text()  # of that recipe
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("wandb", {}, "pip install wandb"), ("distillation", dict(lora_rank=8), "use lora_rank = 0"),
+    ("moving_reference", dict(lora_rank=8), "use lora_rank = 0")])
+def test_what_is_missing_is_said_in_a_sentence(name, changes, message, tmp_path, monkeypatch):
     module = load(name, tmp_path)
-    given = settings(checkpoint, tmp_path / "runs", n_train_steps=3, save_every=2)
-    result = module.main(**given)
-    log = scalars(result["run_folder"])
-    assert len(log["train/loss"]) == 3 and all(map(math.isfinite, log["train/loss"].values()))
-    assert max(log["train/grad_norm"].values()) > 0
-    if name == "wandb":
-        found = {step: values["train/loss"] for step, values in logged if "train/loss" in values}
-        assert found == pytest.approx(log["train/loss"])
+    monkeypatch.setattr(module, "find_support", lambda: "as if it were there")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(module.InputError, match=message):
+        module.cfg_with(**changes)
 
 
-# --------------------------------------------------------------------------------------------------
-# Advantages and schedule
-
-REWARDS = [0.0, 1.0, 0.1, 1.0, 0.5, 0.5, 0.5, 0.5]
-
-
-def advantages_of(module, normalize_by_std):
-    found, _ = module.compute_group_normalized_advantages(torch.tensor(REWARDS), 4, 1e-6,
-                                                          normalize_by_std)
-    return found.tolist()
-
-
-def test_rloo_subtracts_the_mean_of_the_others(tmp_path):
-    expected = []
-    for group in (REWARDS[:4], REWARDS[4:]):
-        for i, reward in enumerate(group):
-            others = group[:i] + group[i + 1:]
-            expected.append(reward - sum(others) / len(others))
-    module = load("rloo", tmp_path)
-    default = starter.inspect.signature(module.main).parameters["normalize_by_std"].default
-    assert default is False
-    assert advantages_of(module, default) == pytest.approx(expected, abs=1e-6)
+@pytest.mark.parametrize("name", ["rloo", "maxrl"])
+def test_advantages_equal_the_formula(name, tmp_path):
+    groups = [[0.0, 1.0, 0.1, 1.0], [0.5] * 4]
+    expected = [{"rloo": reward - (sum(group) - reward) / 3,  # less the mean of the others
+                 "maxrl": (reward - sum(group) / 4) / (sum(group) / 4 + 1e-6)}[name]
+                for group in groups for reward in group]
+    module = load(name, tmp_path)
+    found, _ = module.compute_group_normalized_advantages(
+        torch.tensor(groups).flatten(), 4, 1e-6, module.DEFAULTS["normalize_by_std"])
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_maxrl_divides_by_the_mean_reward(tmp_path):
-    expected = []
-    for group in (REWARDS[:4], REWARDS[4:]):
-        mean = sum(group) / len(group)
-        expected += [(reward - mean) / (mean + 1e-6) for reward in group]
-    assert advantages_of(load("maxrl", tmp_path), True) == pytest.approx(expected, abs=1e-6)
+def test_cosine_falls_from_the_full_rate_to_a_tenth(checkpoint, tmp_path):
+    given = settings(checkpoint, tmp_path, n_train_steps=6, warmup_steps=2, learning_rate=2e-3)
+    rates = scalars(load("cosine", tmp_path).main(**given)["run_folder"])["train/lr"]
+    shares = [0.5, *(0.55 + 0.45 * math.cos(math.pi / 4 * i) for i in range(5))]
+    assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
 
 
-def test_cosine_falls_from_the_full_rate_to_a_tenth(tmp_path):
-    module = load("cosine", tmp_path)
-    cfg = SimpleNamespace(learning_rate=2.0, warmup_steps=10, n_train_steps=110)
-    rates = [module.learning_rate_at(step, cfg) for step in (5, 10, 35, 60, 110, 200)]
-    quarter = 0.55 + 0.45 * math.sqrt(0.5)
-    assert rates == pytest.approx([1.0, 2.0, 2 * quarter, 1.1, 0.2, 0.2])
+# Two responses of 3 and 2 tokens, one better than its group and one worse; a ratio of exp(2)
+OLD = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.7, 0.0]], dtype=torch.double)
+NOW = torch.tensor([[-0.9, -2.6, 1.5], [-1.4, -1.2, 0.0]], dtype=torch.double, requires_grad=True)
+ADVANTAGES = torch.tensor([[0.8], [-1.2]], dtype=torch.double)
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses: two responses of 3 and 2 tokens, one better than its group and one worse
+def by_hand(name):
+    total = 0.0
+    for now, old, (a,), n in zip(NOW, OLD, ADVANTAGES, (3, 2)):
+        log_ratios = [now[t] - old[t] for t in range(n)]
+        if name == "gspo":  # one clipped ratio for a response; mean over responses
+            ratio = torch.exp(sum(log_ratios) / n)
+            total -= torch.minimum(ratio * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a) / 2
+        else:  # no gradient through the ratio, which is cut at 5; mean over tokens
+            total -= sum(min(x.exp().item(), 5.0) * a * y for x, y in zip(log_ratios, now)) / 5
+    return total
 
-OLD = [[-1.0, -2.0, -0.5], [-1.5, -0.7]]
-NOW = [[-0.9, -2.6, -0.1], [-1.4, -1.2]]
-ADVANTAGES = [0.8, -1.2]
 
-
-def loss_and_gradient(module, clip_range):
-    """The mean over tokens, or of responses where the recipe's own average says so."""
-    parameters = starter.inspect.signature(module.main).parameters
-    assert parameters["clip_range"].default == clip_range
+@pytest.mark.parametrize("name, n_cut", [("gspo", 5), ("cispo", 1)])
+def test_loss_and_gradient_equal_the_formula(name, n_cut, tmp_path):
+    module = load(name, tmp_path)
+    assert module.DEFAULTS["epochs_per_rollout"] == 2  # at a ratio of 1 nothing is cut
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    old, now = (torch.tensor([row + [0.0] * (3 - len(row)) for row in rows], dtype=torch.double)
-                for rows in (OLD, NOW))
-    now.requires_grad_()
-    loss, _ = module.compute_loss(torch.tensor(ADVANTAGES, dtype=torch.double)[:, None], now, old,
-                                  clip_range, mask=mask)
-    weights = module.token_weights(mask, parameters["loss_average"].default, 3)
-    total = (loss * weights).sum()
-    total.backward()
-    return total.item(), now.grad[mask].tolist()
+    loss, metadata = module.compute_loss(ADVANTAGES, NOW, OLD, module.DEFAULTS["clip_range"],
+                                         mask=mask)
+    total = (loss * module.AVERAGES[module.DEFAULTS["loss_average"]](mask.double(), 3)).sum()
+    torch.testing.assert_close(total, by_hand(name))
+    torch.testing.assert_close(*(torch.autograd.grad(x, NOW) for x in (total, by_hand(name))))
+    assert metadata["clip_frac"].item() == pytest.approx(n_cut / 5)
 
 
-def check_loss(module, clip_range, by_hand):
-    """by_hand(now: list of lists of float64 scalars) -> the loss as a scalar."""
-    leaves = [[torch.tensor(x, dtype=torch.double, requires_grad=True) for x in row]
-              for row in NOW]
-    expected = by_hand(leaves)
-    expected.backward()
-    loss, gradient = loss_and_gradient(module, clip_range)
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
-    flat = [x.grad.item() if x.grad is not None else 0.0 for row in leaves for x in row]
-    assert gradient == pytest.approx(flat, abs=1e-6)
+def test_entropy_bonus_has_the_gradient_of_the_entropy_also_where_a_token_is_forbidden(tmp_path):
+    logits = torch.tensor([[0.3, -1.0, 2.0], [1.0, 0.5, -math.inf]], requires_grad=True)
+    entropy = load("entropy_bonus", tmp_path).statistics_of_logits(
+        logits, torch.tensor([0, 1]), 1.0).entropy
+    entropy.sum().backward()
+    for row, found, gradient in zip(logits.tolist(), entropy.tolist(), logits.grad.tolist()):
+        p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
+        by_hand = -sum(x * math.log(x) for x in p if x)
+        slopes = [-x * (math.log(x) + by_hand) if x else 0.0 for x in p]
+        assert [found, *gradient] == pytest.approx([by_hand, *slopes], abs=1e-6)
 
 
-def test_gspo_clips_the_ratio_of_the_whole_response(tmp_path):
-    def by_hand(now, low=3e-4, high=4e-4):
-        total = 0.0
-        for row, old, advantage in zip(now, OLD, ADVANTAGES):
-            ratio = torch.exp(sum(x - y for x, y in zip(row, old)) / len(row))
-            total = total - torch.minimum(ratio * advantage,
-                                          ratio.clamp(1 - low, 1 + high) * advantage)
-        return total / len(now)
-
-    module = load("gspo", tmp_path)
-    check_loss(module, (3e-4, 4e-4), by_hand)
+def whole_and_resumed(module, checkpoint, folder):
+    """-> the scalars of a run of six steps, and of one that is resumed after three."""
+    given = settings(checkpoint, folder / "out", learning_rate=1e-2, n_train_steps=6)
+    whole = module.main(**given)
+    module.main(**given | dict(n_train_steps=3))
+    resumed = module.main(**given, resume=True)  # of the newest
+    return scalars(whole["run_folder"]), scalars(resumed["run_folder"])
 
 
-def test_cispo_weighs_each_log_prob_with_the_clipped_ratio(tmp_path):
-    def by_hand(now):
-        total = 0.0
-        for row, old, advantage in zip(now, OLD, ADVANTAGES):
-            for x, y in zip(row, old):
-                weight = min(math.exp(x.item() - y), 5.0)
-                total = total - weight * advantage * x
-        return total / 5
-
-    check_loss(load("cispo", tmp_path), (0.9, 4.0), by_hand)
-    far = [[-1.0, -2.0, 3.0], [-1.5, -0.7]]  # a ratio of exp(3.5), which is cut
-    with mock.patch.object(sys.modules[__name__], "NOW", far):
-        check_loss(load("cispo", tmp_path), (0.9, 4.0), by_hand)
+def test_off_policy_samples_every_fourth_step(checkpoint, tmp_path):
+    whole, resumed = whole_and_resumed(load("off_policy", tmp_path), checkpoint, tmp_path)
+    differ = [diff > 1e-3 for diff in whole["train/sampler_logprob_diff"].values()]
+    assert differ == [False, True, True, True, False, True]
+    assert len({*whole["train/reward_mean"].values()}) == 2
+    assert whole["train/loss"] == resumed["train/loss"]
 
 
-def test_sapo_gates_the_ratio(tmp_path):
-    def by_hand(now):
-        total = 0.0
-        for row, old, advantage in zip(now, OLD, ADVANTAGES):
-            steepness = 1.0 if advantage > 0 else 1.05
-            for x, y in zip(row, old):
-                gate = 4 / steepness / (1 + torch.exp(-steepness * (torch.exp(x - y) - 1)))
-                total = total - gate * advantage
-        return total / 5
-
-    check_loss(load("sapo", tmp_path), 0.2, by_hand)
-
-
-@pytest.mark.parametrize("name", ["gspo", "cispo", "sapo"])
-def test_ratio_of_1_leaves_the_gradient_of_grpo(name, tmp_path):
-    """So these need several optimiser steps per rollout, and their patches set two."""
-    module = load(name, tmp_path)
-    parameters = starter.inspect.signature(module.main).parameters
-    assert parameters["epochs_per_rollout"].default == 2
-    gradients = []
-    for owner in (module, starter):
-        now = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.7, -1.1]], requires_grad=True)
-        loss, _ = owner.compute_loss(torch.tensor(ADVANTAGES)[:, None], now, now.detach(),
-                                     parameters["clip_range"].default)
-        gradients.append(torch.autograd.grad(loss.mean(), now)[0])
-    torch.testing.assert_close(*gradients)
-
-
-# --------------------------------------------------------------------------------------------------
-# Changes of the loop
-
-def depends_on_target(text, problem):
-    """All responses to half of the problems get the same reward."""
-    return variety(text, problem) if problem["target"] % 2 else 0.5
+def test_moving_reference_is_reset(checkpoint, tmp_path):
+    module = load("moving_reference", tmp_path)
+    module.REFERENCE_EVERY = 2
+    whole, resumed = whole_and_resumed(module, checkpoint, tmp_path)
+    kl = whole["train/kl_per_token"]
+    assert min(kl[2], kl[4]) > 1e-4 and max(kl[3], kl[5]) < 1e-6
+    assert kl == resumed["train/kl_per_token"] and whole["train/loss"] == resumed["train/loss"]
 
 
 def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path):
-    given = settings(checkpoint, tmp_path, n_train_steps=3, reward=depends_on_target)
-    module = load("dynamic_sampling", tmp_path)
-    found = scalars(module.main(**given)["run_folder"])["train/frac_zero_std"]
-    plain = scalars(starter.main(**given)["run_folder"])["train/frac_zero_std"]
-    assert sum(plain.values()) >= 1.5 and sum(found.values()) <= sum(plain.values()) / 2
-    again = module.main(**given)
-    assert scalars(again["run_folder"])["train/frac_zero_std"] == found
+    def reward(text, problem):
+        return variety(text, problem) * (int(problem["answer"]) % 2)  # else all are equal
 
-
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_minibatches_each_have_the_gradient_of_loops(epochs, checkpoint, tmp_path, monkeypatch):
-    """Four optimiser steps on each pass over a rollout, with the mean over a quarter's tokens: n
-    times its part of the whole step's mean. Later quarters clip against the sampler's log-probs."""
-    module = load("minibatches", tmp_path)
-    of_each = []  # (old log-probs were given, responses, response tokens, error of the gradient)
-
-    def step(policy, rows, cfg, *args):
-        result = starter_step(policy, rows, cfg, *args)
-        found = [parameter.grad.double() for parameter in policy.parameters()]
-        twin = copy.deepcopy(policy).double()
-        twin.zero_grad()
-        total = 0.0
-        for i, length in enumerate(module.row_lengths(rows).tolist()):
-            log_probs = twin(rows["input_ids"][i:i + 1, :length]).logits[0].log_softmax(-1)
-            for t in range(length):
-                if rows["response_mask"][i, t]:
-                    now = log_probs[t, rows["labels"][i, t]]
-                    old = rows["old_log_probs"][i, t] if "old_log_probs" in rows else now.detach()
-                    sampler = rows["rollout_log_probs"][i, t]
-                    ratio = torch.exp(now - old)
-                    advantage = rows["advantages"][i, 0] * torch.exp(old - sampler).clamp(max=2)
-                    total = total - torch.minimum(ratio * advantage,
-                                                  ratio.clamp(0.8, 1.2) * advantage)
-        (total * 4 / n_tokens).backward()
-        wanted = [parameter.grad for parameter in twin.parameters()]
-        scale = max(x.abs().max() for x in wanted)
-        error = max((x - y).abs().max() for x, y in zip(found, wanted)) / scale
-        of_each.append(("old_log_probs" in rows, len(rows["labels"]),
-                        int(rows["response_mask"].sum()), error.item()))
-        return result
-
-    def weights(mask, *args):
-        nonlocal n_tokens
-        n_tokens = int(mask.sum())
-        return starter_weights(mask, *args)
-
-    n_tokens = None
-    starter_step, starter_weights = module.grpo_microbatch_step, module.token_weights
-    monkeypatch.setattr(module, "grpo_microbatch_step", step)
-    monkeypatch.setattr(module, "token_weights", weights)
-    module.main(**settings(checkpoint, tmp_path / "runs", n_train_steps=1, learning_rate=1e-2,
-                           epochs_per_rollout=epochs, max_tokens_per_microbatch=10_000))
-    assert [given for given, *_ in of_each] == [False, True, True, True, *[True] * 4][:4 * epochs]
-    assert sum(rows for _, rows, *_ in of_each) == 16 * epochs
-    assert sum(tokens for _, _, tokens, _ in of_each) == n_tokens * epochs
-    assert max(error for *_, error in of_each) < 1e-4
+    given = settings(checkpoint, tmp_path, n_train_steps=4, reward=reward)
+    log = scalars(load("dynamic_sampling", tmp_path).main(**given)["run_folder"])
+    assert sum(log["train/frac_zero_std"].values()) < 0.5  # else about 2 of 4
 
 
 def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save_checkpoint(tmp_path / "runs" / "earlier" / "model", seed=1)
     module = load("distillation", tmp_path)
-    run = module.main(**settings(checkpoint, tmp_path / "out", n_train_steps=30, kl_coef=1.0,
-                                 learning_rate=3e-3))
-    kl = list(scalars(run["run_folder"])["train/kl_per_token"].values())
+    given = settings(checkpoint, tmp_path / "out", n_train_steps=30, learning_rate=3e-3)
+    save_checkpoint(tmp_path / "runs" / "earlier" / "model", seed=1)
+    kl = [*scalars(module.main(**given)["run_folder"])["train/kl_per_token"].values()]
     assert kl[-1] < 0.7 * kl[0]
 
 
-def test_distillation_refuses_a_teacher_with_other_tokens(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_checkpoint(tmp_path / "runs" / "earlier" / "model", vocab_size=100)
-    module = load("distillation", tmp_path)
-    with pytest.raises(module.InputError, match="the teacher knows 100 tokens"):
-        module.main(**settings(checkpoint, tmp_path / "out"))
-
-
-def test_distillation_says_when_there_is_no_teacher(checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    load("distillation", tmp_path).teacher("start")
-    assert capsys.readouterr().out == "no teacher in runs/: nothing will be learnt\n"
-
-
-def test_moving_reference_is_reset_and_survives_a_resume(checkpoint, tmp_path):
-    module = load("moving_reference", tmp_path,
-                  **{"REFERENCE_EVERY = 50": "REFERENCE_EVERY = 2"})
-    given = dict(n_train_steps=5, save_every=1, learning_rate=1e-2, kl_coef=0.1)
-    whole = module.main(**settings(checkpoint, tmp_path / "whole", **given))
-    kl = scalars(whole["run_folder"])["train/kl_per_token"]
-    assert kl[2] > 1e-4 and kl[4] > 1e-4  # it has moved
-    assert kl[3] == pytest.approx(0, abs=1e-6) and kl[5] == pytest.approx(0, abs=1e-6)
-    halves = settings(checkpoint, tmp_path / "halves", **given)
-    module.main(**halves | {"n_train_steps": 3})
-    resumed = module.main(**halves, resume=True)
-    for tag in ("train/loss", "train/kl_per_token"):
-        of_both = [scalars(run["run_folder"])[tag] for run in (whole, resumed)]
-        assert of_both[0] == of_both[1]
-
-
-def test_calculator_answers_calls_and_its_tokens_are_masked(tmp_path):
+def test_calculator_answers_calls_and_its_tokens_are_masked(tmp_path, monkeypatch):
     module = load("calculator", tmp_path)
-    class Tokenizer:
-        def decode(self, ids):
-            return "".join(map(chr, ids))
-
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": list(map(ord, text))}
-
-    tokenizer = Tokenizer()
-    texts = ["so <calc>2+3*4</calc> cut off", "no call", "<calc>2+</calc>"]
+    tokenizer = make_tokenizer()
+    answers = [["so <calc>2 * 7</calc> cut off", "no call", "<calc>2+</calc>"], ["ok", "ok"]]
     asked = []
 
-    def sample(policy, prompts, sampling):
-        asked.append((prompts, sampling))
-        if len(asked) == 1:
-            ids = [list(map(ord, text)) for text in texts]
-        else:
-            ids = [list(map(ord, "ok"))] * len(prompts)
-        return [module.Response(prompts[i // sampling.group_size], response, [-1.0] * len(response),
-                                True) for i, response in enumerate(ids)]
+    def sample(policy, prompts, cfg, seed, group_size, temperature):
+        asked.append((prompts, seed))
+        ids = tokenizer(answers[len(asked) - 1], add_special_tokens=False)["input_ids"]
+        return [module.Response(prompts[i // group_size], own, [-1.0] * len(own), True)
+                for i, own in enumerate(ids)]
 
-    parts = SimpleNamespace(ranks=module.OneProcess(), compute=SimpleNamespace(rollout=sample),
-                            run=SimpleNamespace(tokenizer=tokenizer))
-    sampling = module.Sampling(3, 40, 1.0, 0, (0,))
-    responses = module.rollout(None, None, [[65, 66]], sampling, parts)
-    said = [tokenizer.decode(r.response_ids) for r in responses]
-    assert said == ["so <calc>2+3*4</calc> = 14 ok", "no call", "<calc>2+</calc> = error ok"]
-    assert [tokenizer.decode(ids) for ids in asked[1][0]] == [
-        "ABso <calc>2+3*4</calc> = 14 ", "AB<calc>2+</calc> = error "]
-    assert asked[1][1].seed != sampling.seed and len(responses[0].prompt_ids) == 2
+    monkeypatch.setattr(module, "rollout_with_transformers", sample)
+    cfg = mock.Mock(seed=0, tokenizer=tokenizer)
+    responses = module.rollout(None, None, [[9, 9]], cfg, 1, 3, 1)
+    said = tokenizer.batch_decode([r.response_ids for r in responses])
+    assert said == ["so <calc>2 * 7</calc> = 14 ok", "no call", "<calc>2+</calc> = error ok"]
+    assert asked[1][0][0] == [9, 9, *responses[0].response_ids[:-2]] and asked[1][1] != asked[0][1]
     batch = module.make_batch(responses, torch.zeros(3), "cpu")
-    for row, (response, text) in enumerate(zip(responses, said)):
-        mask = batch["response_mask"][row]
-        learnt = tokenizer.decode(batch["labels"][row][mask].tolist())
-        result = text[text.index(" = "):-2] if " = " in text else None
-        assert learnt == (text if result is None else text.replace(result, "", 1))
-        assert len(response.log_probs) == len(response.response_ids)
+    for row, result in enumerate((" = 14 ", "", " = error ")):
+        learnt = tokenizer.decode(batch["labels"][row][batch["response_mask"][row]])
+        assert learnt == said[row].replace(result, "", 1)

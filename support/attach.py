@@ -1,0 +1,51 @@
+"""What main() of starter.py asks of support/, at four places. No decision is made here: starter.py
+draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
+import starter
+from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
+from support import (
+    edits, fast, guards, kl_checks, lora, memory, ranks, report as reports, rules, tasks, vllm_cpu)
+
+
+def check(run):
+    """1. Before anything is loaded: a rule for each setting, the built-in model, the lock of a run
+    that is resumed, memory, and the processes that torchrun started. Raises InputError."""
+    cfg = run.cfg
+    rules.check_settings(cfg)
+    for note in kl_checks.check_kl(cfg):
+        print(note)
+    if str(cfg.model_id) == "tiny":
+        cfg.model_id = tasks.TINY
+    guards.lock(run)
+    rules.check_resume(run)
+    memory.check_fits(cfg)
+    ranks.join(run)
+    if cfg.engine == "vllm" and vllm_cpu.IS_INSTALLED:
+        vllm_cpu.attach()
+    starter.MECHANICS["accumulate_gradients"] = memory.accumulate_gradients  # around starter's own
+    edits.install(read_problems=tasks.read_problems)
+
+
+def prepare(policy, ref_model, tokenizer, problems, cfg):
+    """2. When everything is loaded: adapters, faster mechanics, several processes. Returns the
+    reference, which with LoRA is the policy without its adapters."""
+    rules.check_model(policy, tokenizer, problems, cfg)
+    if cfg.lora_rank:
+        ref_model = lora.add_adapters(policy, cfg)
+    if cfg.frozen_in_bf16:
+        memory.store_frozen_in_bf16(policy, ref_model, cfg)
+    if ranks.WORLD > 1:
+        ranks.divide(policy, ref_model, cfg)
+    else:
+        fast.attach(policy, ref_model, problems, cfg)
+    return ref_model
+
+
+def watch(run):
+    """3. Returns what looks on after each step and evaluation: warnings, samples, headlines."""
+    return guards.Guards(run)
+
+
+def report(result, policy, ref_model, llm, tokenizer, problems, run):
+    """4. After the run: how far the policy is from where it began, intervals, pictures."""
+    reports.report(result, policy, ref_model, llm, tokenizer, problems, run)
+    guards.unlock()

@@ -1,0 +1,62 @@
+"""Puts functions of support/ into starter.MECHANICS, unless the ones they stand for were edited.
+
+    python -m support.edits    prints SHIPPED anew, after a change of starter.py that is to stay
+"""
+import ast
+import hashlib
+import inspect
+import textwrap
+
+import starter
+
+SHIPPED = {
+    "read_problems": "aedafcb45649",
+    "rows_to_decode": "34c90c59c133",
+    "decode": "5f0f04df3934",
+    "token_statistics": "afbcd70ad311",
+    "cut_microbatches": "b2b674a0b452",
+}
+
+
+def contents(node):
+    """A node of a syntax tree, or a list of them -> lists and texts that are the same in all
+    versions of Python: newer ones add fields, which are empty here."""
+    if isinstance(node, list):
+        return [contents(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    return [type(node).__name__] + [(name, contents(value)) for name, value in ast.iter_fields(node)
+                                    if value is not None and value != []]
+
+
+def fingerprint(function):
+    """A text that changes with what a function does, but not with its comments or docstring."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    body = tree.body[0].body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body.pop(0)
+    return hashlib.sha256(str(contents(tree)).encode()).hexdigest()[:12]
+
+
+def is_shipped(name):
+    """Whether the function of this name in starter.py is as it was shipped."""
+    return fingerprint(getattr(starter, name)) == SHIPPED[name]
+
+
+def install(**functions):
+    """Puts each function in the place of the one of this name in starter.py, and says so. One that
+    was edited stays."""
+    edited = [name for name in functions if not is_shipped(name)]
+    for name, function in functions.items():
+        if name in edited:
+            print(f"{name} was edited: it runs, and not the one of support/")
+        else:
+            starter.MECHANICS[name] = function
+    if len(edited) < len(functions):
+        module = next(iter(functions.values())).__module__
+        print(f"{module} runs " + ", ".join(name for name in functions if name not in edited))
+
+
+if __name__ == "__main__":
+    for name in SHIPPED:
+        print(f'    "{name}": "{fingerprint(getattr(starter, name))}",')

@@ -1,0 +1,85 @@
+"""LoRA for starter.py: adapters learn, the weights stay (arXiv:2106.09685). Needs peft.
+
+The reference is the policy without its adapters, so that it costs no memory.
+"""
+import contextlib
+from collections import Counter
+
+import torch
+
+import starter
+
+
+def layers_to_adapt(policy):
+    """Names of the linear layers of the blocks. Left out are the LM head, so that policy and
+    reference share it; weights that several layers share; stacks of experts, which are no layers;
+    and of Mamba all but in_proj, since its kernels read the weights and pass adapters by."""
+    from transformers.pytorch_utils import Conv1D
+    uses = Counter(id(parameter) for module in policy.modules()
+                   for parameter in module.parameters(recurse=False))
+    names = []
+    for name, module in policy.named_modules():
+        parent = policy.get_submodule(name.rpartition(".")[0])
+        is_linear = type(module) in (torch.nn.Linear, Conv1D) and uses[id(module.weight)] == 1
+        is_head = module is policy.get_output_embeddings()
+        of_mamba = hasattr(parent, "A_log") and hasattr(parent, "D")
+        if is_linear and not is_head and not (of_mamba and module is not parent.in_proj):
+            names.append(name)
+    return names
+
+
+def add_adapters(policy, cfg):
+    """Freezes the policy and puts trainable matrices A and B beside its linear layers: W x becomes
+    W x + 2 B A x. B is 0 at first. Returns the reference, or None without a KL penalty."""
+    from peft import LoraConfig, inject_adapter_in_model
+    names = layers_to_adapt(policy)
+    if not names:
+        raise starter.InputError(f"lora_rank = {cfg.lora_rank}: {type(policy).__name__} has no "
+                                 "linear layers of its own to adapt; use lora_rank = 0")
+    torch.manual_seed(cfg.seed)
+    # In a list, so that peft does not see which architecture it is and choose other layers.
+    config = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
+                        target_modules=[f"0.{name}" for name in names])
+    inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
+    n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
+    starter.MECHANICS["weights_of"] = merged_weights
+    return WithoutAdapters(policy) if cfg.use_kl_penalty else None
+
+
+class WithoutAdapters:
+    """The policy as it was before training, to be called like a model."""
+
+    def __init__(self, policy):
+        self.base = policy, self.switched_off  # for support/fast.py
+        self.policy = policy
+
+    @contextlib.contextmanager
+    def switched_off(self):
+        adapted = [module for module in self.policy.modules() if hasattr(module, "base_layer")]
+        for module in adapted:  # enable_adapters() would also change requires_grad, and FSDP
+            module._disable_adapters = True  # holds each parameter twice: whole and divided
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module._disable_adapters = False
+
+    def __call__(self, **inputs):
+        with self.switched_off():
+            return self.policy(**inputs)
+
+
+def merged_weights(policy):
+    """Yields (name, tensor) of parameters and persistent buffers, one at a time. An adapter is
+    added to the weight beside it: names and shapes are those of the model as it was loaded."""
+    for name, tensor in starter.weights_of.__wrapped__(policy):
+        if ".lora_" in name:
+            continue
+        if tensor.dtype == torch.bfloat16:  # see frozen_in_bf16
+            tensor = tensor.float()
+        beside, _, kind = name.rpartition(".base_layer.")
+        if kind == "weight":
+            layer = policy.get_submodule(beside)
+            tensor = tensor + layer.get_delta_weight("default").float()
+        yield name.replace(".base_layer.", "."), tensor.detach()

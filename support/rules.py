@@ -1,0 +1,241 @@
+"""What main()'s parameters must be, and what must be true of the model and problems that they name.
+
+The kind of a parameter (switch, whole number, number or text) is that of its default in main(), or
+of the preset's value where that is None. So a new parameter of main() needs no entry here.
+"""
+import importlib.util
+import inspect
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+
+import starter
+from starter import InputError
+
+SWITCHES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+
+# The smallest and the largest value of a number, where they are not 0 and 10**9
+LIMITS = {
+    "n_train_steps": (1, 10**9), "rollout_batch_size": (2, 10**9), "group_size": (2, 10**9),
+    "max_new_tokens": (1, 10**9), "temperature": (0.01, 10), "gpu_mem_util": (0.05, 0.95),
+    "importance_cap": (1, 10**9), "epochs_per_rollout": (1, 10**9), "kl_target": (1e-9, 10**9),
+    "dynamic_beta_decay": (1e-9, 1), "reward_threshold": (-10**9, 10**9),
+    "beta_schedule_steps": (1, 10**9), "learning_rate": (1e-12, 1), "weight_decay": (0, 1),
+    "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
+    "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10),
+}
+KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default
+MAY_BE_NONE = {"importance_cap", "max_sampler_diff"}
+
+# What a resumed run may change. Any other change would put two experiments into one curve.
+MAY_CHANGE = {"n_train_steps", "eval_every", "save_every", "out_dir", "run_name", "resume",
+              "preset", "engine", "device", "bf16", "gpu_mem_util", "max_tokens_per_microbatch",
+              "gradient_checkpointing", "max_sampler_diff"}
+# What only a rule of kl_adaptation_method reads
+OF_A_RULE = {"kl_clip_threshold", "kl_target", "dynamic_beta_decay", "reward_threshold", "beta_min",
+             "beta_schedule_steps"}
+
+
+def is_path(value):
+    return isinstance(value, (str, Path)) and str(value) != ""
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and type(value) is not bool and abs(value) < 1e300
+
+
+def is_clip_range(value):
+    low, high = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    return is_number(low) and is_number(high) and 0 <= low <= 0.99 and high >= 0
+
+
+def are_rewards(value):
+    pairs = value if isinstance(value, (list, tuple)) else [(value, 1.0)]
+    return bool(pairs) and all(isinstance(pair, (list, tuple)) and len(pair) == 2
+                               and callable(pair[0]) and is_number(pair[1]) for pair in pairs)
+
+
+# By name: what is required, and whether a value is that
+OTHERS = {
+    "model_id": ("a checkpoint folder or a Hugging Face name", is_path),
+    "task": ("a task's name, a function or the path of a JSONL file",
+             lambda value: callable(value) or is_path(value)),
+    "eval_file": ("the path of a JSONL file", is_path),
+    "reward": ("a function (response_text, problem) -> number or a list of (function, weight)",
+               are_rewards),
+    "device": ("'auto', 'cpu', 'mps', 'cuda' or 'cuda:1'",
+               lambda value: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", str(value))),
+    "engine": ("'auto', 'vllm' or 'transformers'",
+               lambda value: value in ("auto", "vllm", "transformers")),
+    "clip_range": ("a number from 0 to 0.99 or a pair (below 1, above 1)", is_clip_range),
+    "out_dir": ("the path of a folder", is_path),
+    "run_name": ("a name of letters, digits and . + - _",
+                 lambda value: is_path(value) and re.fullmatch(r"[\w.+-]{1,100}", str(value))),
+    "resume": ("True or the folder of a run",
+               lambda value: isinstance(value, bool) or is_path(value)),
+}
+
+
+def converted(value, kind, low, high):
+    """Returns what is required, and the value as one of this kind ("yes" as True, 1e3 as 1000) or
+    None if it is none."""
+    if kind is bool and isinstance(value, str):
+        value = SWITCHES.get(value.lower())
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    works = type(value) is kind or kind is float and type(value) is int
+    if kind in (int, float):
+        works = works and low <= value <= high
+    words = {bool: "True or False", str: "a text", int: f"a whole number from {low} to {high:_}",
+             float: f"a number from {low} to {high:_}"}[kind]
+    return words, value if works else None
+
+
+def check_settings(cfg):
+    """Raises InputError for a parameter that cannot work. Puts Python's own numbers and switches
+    into cfg. Loads nothing. Can be called before starter.choose() and after it."""
+    for name, parameter in inspect.signature(starter.main).parameters.items():
+        default = parameter.default
+        given = getattr(cfg, name)
+        given = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
+        of_presets = [preset[name] for preset in starter.PRESETS.values() if name in preset]
+        example = of_presets[0] if default is None and of_presets else default
+        kind = KINDS.get(name, type(example))
+        if repr(given) == repr(default) or given is None and name in MAY_BE_NONE:
+            continue
+        if name in OTHERS:
+            words, works = OTHERS[name]
+            value = given if works(given) else None
+        elif kind in (bool, int, float, str):
+            words, value = converted(given, kind, *LIMITS.get(name, (0, 10**9)))
+        else:
+            continue
+        if value is None:
+            options = re.findall(r"'(\w+)'", words)
+            remedy = (starter.nearest(given, options) if options else
+                      f"the default is {getattr(default, '__name__', repr(default))}")
+            raise InputError(f"{name} = {given!r:.200} must be {words}; {remedy}")
+        setattr(cfg, name, value)
+        is_off = not cfg.use_kl_penalty and (name.startswith("kl_") or name in OF_A_RULE)
+        is_unread = name in OF_A_RULE and cfg.kl_adaptation_method == "none"
+        if value != default and (is_off or is_unread):
+            remedy = "use_kl_penalty = True" if is_off else "a kl_adaptation_method that reads it"
+            raise InputError(f"{name} = {value!r} changes nothing; leave it out, or set {remedy}")
+    check_machine(cfg)
+
+
+def check_machine(cfg):
+    """Raises InputError for what is not there, and for parameters that do not fit together."""
+    gpu = re.fullmatch(r"cuda:?(\d*)", str(cfg.device))
+    n_gpus = torch.cuda.device_count()
+    model_id = cfg.model_id or "tiny"
+    is_folder = os.path.isdir(model_id)
+    is_name = model_id == "tiny" or isinstance(model_id, str) and re.fullmatch(
+        r"[\w-][\w.-]*/[\w.-]+", model_id)
+    out_dir = Path(cfg.out_dir).absolute()
+    while not out_dir.exists() and out_dir != out_dir.parent:
+        out_dir = out_dir.parent
+    n, group_size = cfg.rollout_batch_size or 0, cfg.group_size
+    near = max(1, n // group_size) * group_size
+    for wrong, sentence in (
+        (n % group_size,
+         f"rollout_batch_size = {n} is not a multiple of group_size = {group_size}; use {near} or "
+         f"{near + group_size}"),
+        (cfg.loss_average not in starter.AVERAGES,
+         f"loss_average = {cfg.loss_average!r} is not known; "
+         f"{starter.nearest(cfg.loss_average, starter.AVERAGES)}"),
+        (gpu and int(gpu[1] or 0) >= n_gpus,
+         f"device = {str(cfg.device)!r} but there are {n_gpus} CUDA GPUs here; use device = 'cpu'"),
+        (cfg.engine == "vllm" and not importlib.util.find_spec("vllm"),
+         "engine = 'vllm' but vllm is not installed here; use engine = 'transformers'"),
+        (cfg.lora_rank and not importlib.util.find_spec("peft"),
+         f"lora_rank = {cfg.lora_rank} but peft is not installed here; pip install peft"),
+        (cfg.eval_file is not None and (cfg.task is None or cfg.task in starter.TASKS),
+         f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a JSONL "
+         "file as task, or leave eval_file out"),
+        (cfg.frozen_in_bf16 and (cfg.bf16 is False or not (cfg.use_kl_penalty or cfg.lora_rank)),
+         "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with use_kl_penalty "
+         "or lora_rank; leave it out"),
+        (not is_folder and not is_name,
+         f"model_id = {str(model_id)!r:.200} is no folder; give one, or a Hugging Face name like "
+         f"'user/model', or {starter.nearest(model_id, ['tiny'])}"),
+        (is_folder and not (Path(model_id) / "config.json").is_file(),
+         f"model_id = {str(model_id)!r:.200} has no config.json; give a folder of save_pretrained"),
+        (not (out_dir.is_dir() and os.access(out_dir, os.W_OK)),
+         f"out_dir = {str(cfg.out_dir)!r:.200} cannot be written; give another folder"),
+    ):
+        if wrong:
+            raise InputError(sentence)
+
+
+def check_resume(run):
+    """Raises InputError where the settings of a run that is resumed do not fit its beginning."""
+    path = run.folder / "config.json"
+    if not path.is_file():
+        return
+    try:
+        before = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read ({error}); resume another run") from None
+    for name, value in run.settings.items():
+        if name not in MAY_CHANGE and before.get(name, value) != value:
+            raise InputError(f"{name} = {value!r} would break the curve of {run.folder}, which "
+                             f"began with {before[name]!r}; use that value, or do not resume")
+
+
+def check_model(policy, tokenizer, problems, cfg):
+    """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
+    n_rows = policy.get_input_embeddings().num_embeddings
+    ids = {token for part in problems for problem in part
+           for token in problem["prompt_ids"] or [n_rows]}
+    trained_on = {str(problem["prompt"]) for problem in problems.train}
+    both = [str(problem["prompt"]) for problem in problems.held_out
+            if str(problem["prompt"]) in trained_on]
+    chat = [{"role": "user", "content": "1 + 1"}]
+    has_template = tokenizer.chat_template is not None
+    shown = tokenizer.apply_chat_template(chat, tokenize=False) if has_template else "1 + 1"
+    for wrong, sentence in (
+        (not all(parameter.isfinite().all() for parameter in policy.parameters()),
+         f"model_id = {str(cfg.model_id)!r} has weights that are not finite; give another model"),
+        (max(ids) >= n_rows,
+         f"the tokenizer of {cfg.model_id} makes nothing of a prompt, or ids from {n_rows} on, "
+         "which its model cannot read; save the right tokenizer there"),
+        ("1 + 1" not in shown,
+         f"the chat template of {cfg.model_id} leaves out the user's message; mend or delete it"),
+        (both, f"{len(both)} of {len(problems.held_out)} held-out problems are also trained on, "
+               f"for example {(both or [''])[0]!r:.200}; take them out of one of the two"),
+        (cfg.gradient_checkpointing and not policy.supports_gradient_checkpointing,
+         f"gradient_checkpointing = True does not work with {type(policy).__name__}; leave it out"),
+    ):
+        if wrong:
+            raise InputError(sentence)
+    for line in notes(tokenizer, problems, cfg):
+        print(line)
+
+
+def notes(tokenizer, problems, cfg):
+    """Returns lines about what is often a mistake."""
+    n, rate = len(problems.held_out), cfg.learning_rate
+    known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None}
+    unknown = [problem["prompt"] for problem in problems.train
+               if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
+    of_others = [preset["model_id"] for preset in starter.PRESETS.values()
+                 if preset["learning_rate"] == rate
+                 and Path(preset["model_id"]).name not in str(cfg.model_id)]
+    return [line for applies, line in (
+        (n < min(30, cfg.n_eval_problems),
+         f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
+         "more data, or an eval_file"),
+        (unknown,
+         f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
+         f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}"),
+        (cfg.lora_rank and rate < 1e-4,
+         f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
+         "rate of all weights; SmolLM2 learnt with 2e-4"),
+        (of_others and not cfg.lora_rank,
+         f"learning_rate = {rate:g} was found for {(of_others or [''])[0]}; SmolLM2-135M learnt "
+         "with 2e-5, the built-in model with 3e-4"),
+    ) if applies]

@@ -1,0 +1,155 @@
+"""The controller of the KL coefficient, and the rules for the coefficient and for the KL term."""
+import json
+import math
+import random
+
+import pytest
+
+import starter
+from conftest import small_sums
+from starter import InputError, KLController, KLSettings
+from support import adaptive_rules  # noqa: F401  adds its rules
+
+
+def controller(rule="none", kl_coef=0.2, **changes):
+    return KLController(kl_coef, KLSettings(adaptation=rule, **changes))
+
+
+def betas(controller, kls, rewards):
+    """beta after each step. The state goes through JSON each time, as in a checkpoint."""
+    found = []
+    for kl, reward in zip(kls, rewards):
+        state = json.loads(json.dumps(controller.state))
+        controller = KLController(controller.start, controller.settings, state)
+        controller.update(kl, reward)
+        found.append(controller.beta)
+    return found
+
+
+def test_printed_coefficient_rules_match_hand_computed_values():
+    kls = [0.16, 0.15, 0.1, 0.05, 0.04]
+    assert betas(controller("target"), kls, [0.0] * 5) == pytest.approx([0.3, 0.3, 0.3, 0.3, 0.225])
+    dynamic = betas(controller("dynamic"), [0.1] * 4, [0.81, 0.8, 0.79, 1.0])
+    assert dynamic == pytest.approx([0.18, 0.18, 0.18, 0.162])
+    bounded = betas(controller("dynamic", beta_min=0.17), [0.1] * 3, [0.9] * 3)
+    assert bounded == pytest.approx([0.18, 0.17, 0.17])
+    scheduled = controller("dynamic", beta_min=0.01, beta_schedule_steps=3)
+    assert betas(scheduled, [0.1] * 4, [0.0] * 4) == pytest.approx([0.2, 0.2, 0.01, 0.01])
+
+
+def test_without_a_coefficient_rule_beta_stays():
+    for adaptation in ("none", *starter.TERM_RULES):
+        assert betas(controller(adaptation), [9.0] * 5, [1.0] * 5) == [0.2] * 5
+
+
+@pytest.mark.parametrize("rule, low, high", [("target_sound", 0.02, 2.0),
+                                             ("dynamic_sound", 0.02, 0.2)])
+def test_sound_coefficient_rules_keep_their_bounds_and_do_not_jump(rule, low, high):
+    rng = random.Random(0)
+    for kl, reward in ((0.0, 0.0), (0.0, 1.0), (9.0, 0.0), (9.0, 1.0)):
+        found = betas(controller(rule, beta_schedule_steps=500), [kl] * 2000, [reward] * 2000)
+        assert all(low - 1e-12 <= beta <= high + 1e-12 for beta in found)
+    noisy = betas(controller(rule, beta_schedule_steps=500),
+                  [rng.lognormvariate(-2, 1) for _ in range(2000)],
+                  [rng.gauss(0.8, 0.2) for _ in range(2000)])
+    assert all(abs(math.log(b / a)) < 0.12 for a, b in zip(noisy, noisy[1:]))
+
+
+def test_controller_keeps_moving_averages():
+    c = controller("target_sound")
+    for kl, reward in ((1.0, 0.5), (0.0, 1.0)):
+        c.update(kl, reward)
+    assert c.state["kl"] == pytest.approx(0.8) and c.state["reward"] == pytest.approx(0.6)
+
+
+def test_sound_coefficient_rules_match_hand_computed_values():
+    ln2 = math.log(2)
+    kls = [0.2, 0.1, 5.0, 5.0, 0.0]  # the first moving averages are 0.2, 0.18, 1.144
+    first, second, third, *_ = betas(controller("target_sound"), kls, [0.0] * 5)
+    assert first == pytest.approx(0.2 * math.exp(0.1 * ln2))
+    assert second == pytest.approx(first * math.exp(0.1 * math.log(1.8)))
+    assert third == pytest.approx(second * math.exp(0.1))  # a step is bounded
+    rewards = [1.0] * 20 + [0.0] * 20  # their average falls below 0.8 in step 22
+    found = betas(controller("dynamic_sound", beta_schedule_steps=10**9), [0.1] * 40, rewards)
+    by_hand = [0.2] * 9 + [0.18] * 10 + [0.162] * 10 + [0.18] * 10 + [0.2]
+    assert found == pytest.approx(by_hand, rel=1e-6)
+    found = betas(controller("dynamic_sound", beta_schedule_steps=4), [0.1] * 6, [0.0] * 6)
+    falling = [0.2 * 0.1 ** (step / 4) for step in (1, 2, 3, 4, 4, 4)]  # the ceiling
+    assert found == pytest.approx(falling)
+
+
+def test_target_sound_rule_reaches_the_target_of_a_slow_policy():
+    """The KL follows 0.02 / beta with a lag of 10 steps and 20 % noise, and not at all in the first
+    20, as in a warm-up. The printed rule winds down meanwhile and overshoots tenfold."""
+    def simulate(rule, seed):
+        rng = random.Random(seed)
+        c = controller(rule, kl_coef=1.0)
+        kl = 0.0
+        found = []
+        for step in range(400):
+            kl += (0.02 * (step >= 20) / c.beta - kl) / 10
+            found.append(kl * math.exp(rng.gauss(0, 0.2)))
+            c.update(found[-1], 0.0)
+        return found
+
+    for seed in range(5):
+        sound = simulate("target_sound", seed)
+        assert sum(0.05 < kl < 0.15 for kl in sound[200:]) >= 180
+        assert max(sound) < 0.3
+        assert max(simulate("target", seed)) > 1.0
+
+
+@pytest.mark.parametrize("rule", starter.COEFFICIENT_RULES)
+def test_number_that_is_not_finite_does_not_move_beta(rule):
+    for kl, reward in ((math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (-math.inf, 0.0)):
+        state = {"beta": 0.2, "step": 4, "kl": 0.1, "reward": 0.5}
+        c = KLController(0.2, KLSettings(adaptation=rule), state)
+        c.update(kl, reward)
+        assert c.state == state | {"step": 5}
+    assert math.isfinite(betas(controller(rule), [0.0, -0.1, 0.0], [0.0] * 3)[-1])
+
+
+@pytest.mark.parametrize("rule", starter.COEFFICIENT_RULES)
+def test_controller_goes_on_from_its_saved_state(rule):
+    rng = random.Random(1)
+    kls = [rng.lognormvariate(-2, 0.5) for _ in range(60)]
+    rewards = [rng.random() for _ in range(60)]
+    undisturbed = controller(rule)
+    for kl, reward in zip(kls, rewards):
+        undisturbed.update(kl, reward)
+    assert undisturbed.beta == betas(controller(rule), kls, rewards)[-1]
+
+
+def test_kl_settings_hold_every_parameter_of_main():
+    kl = starter.cfg_with(
+        task=small_sums, kl_estimator="k1", kl_gradient="as_written", kl_in="reward",
+        kl_adaptation_method="target", kl_clip_threshold=3.0, kl_target=0.5,
+        dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77, max_new_tokens=9).kl
+    assert kl == KLSettings("k1", "as_written", "reward", "target", 3.0, 0.5, 0.8, 0.7, 0.01, 77, 9)
+
+
+def test_adaptation_is_taken_apart_into_its_rules():
+    for method, term, coefficient in (
+            ("none", None, None), ("none+target", None, "target"), ("clip", "clip", None),
+            ("dynamic+sigmoid", "sigmoid", "dynamic"), ("sigmoid+dynamic", "sigmoid", "dynamic")):
+        kl = starter.cfg_with(task=small_sums, kl_adaptation_method=method).kl
+        assert kl.rule_among(starter.TERM_RULES) == term
+        assert kl.rule_among(starter.COEFFICIENT_RULES) == coefficient
+        assert kl.clip_threshold == 1.0 and kl.log_ratio_cap == math.inf
+    kl = starter.cfg_with(task=small_sums, kl_adaptation_method="target_sound+clip_sound").kl
+    assert kl.log_ratio_cap == 5.0
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(estimator="k4"), "kl_estimator = 'k4' is not known; "),
+    (dict(gradient="revers"), r"kl_gradient = 'revers' is not known; did you mean 'reverse'\?"),
+    (dict(placement="advantage"), "kl_in = 'advantage' is not known; use one of 'loss', "),
+    (dict(adaptation="Clip_sound"), "kl_adaptation_method = 'Clip_sound' is not known; did you "),
+    (dict(adaptation=""), "kl_adaptation_method = '' is not known"),
+    (dict(adaptation="clip_sound + target_sound"), "kl_adaptation_method = 'clip_sound . target"),
+    (dict(adaptation="clip_sound+clip_sound"), "has two rules of a kind"),
+    (dict(adaptation="target_sound+target_sound"), "has two rules of a kind"),
+])
+def test_kl_settings_refuse_what_would_act_like_another_value(changes, message):
+    with pytest.raises(InputError, match=message):
+        KLSettings(**changes)

@@ -1,0 +1,331 @@
+"""What looks on during a run: the lock of its folder, samples and headlines in TensorBoard,
+warnings, and what happens to steps that are skipped."""
+import json
+import math
+import os
+import re
+from unittest import mock
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import starter
+from starter import InputError, RunStopped
+from support import guards
+
+from conftest import scalars, settings, variety
+
+ROLLOUT = 16  # responses of a step, in settings()
+
+
+@pytest.fixture(scope="module")
+def watched(checkpoint, tmp_path_factory):
+    """The result of a short run with the KL penalty, and its log."""
+    given = settings(checkpoint, tmp_path_factory.mktemp("watched"), use_kl_penalty=True, seed=3,
+                     n_train_steps=3, eval_every=2)
+    result = starter.main(**given)
+    log = EventAccumulator(str(result["run_folder"]), size_guidance={"tensors": 0})
+    log.Reload()
+    return result, log
+
+
+# --------------------------------------------------------------------------------------------------
+# The lock
+
+@pytest.fixture
+def locked(tmp_path):
+    """The folder of a run at which another process is at work, for as long as the test lasts."""
+    fcntl = pytest.importorskip("fcntl")
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    ready, tell = os.pipe()
+    end, own = os.pipe()
+    if os.fork() == 0:
+        os.close(own)
+        lock = open(folder / ".lock", "ab")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        os.write(tell, b".")
+        os._exit(len(os.read(end, 1)))
+    os.read(ready, 1)
+    yield folder
+    os.close(own)
+    os.wait()
+
+
+@pytest.mark.parametrize("resume", [True, "runs/first"])
+def test_run_at_which_another_process_works_is_refused_before_anything_slow(
+        checkpoint, locked, capsys, monkeypatch, resume):
+    monkeypatch.chdir(locked.parent.parent)
+    monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a checkpoint was loaded"))
+    with pytest.raises(InputError, match="runs/first is in use by another process; wait until it"):
+        starter.main(**settings(checkpoint, "runs", resume=resume))
+    assert "resumed" not in capsys.readouterr().out
+
+
+def is_free(folder):
+    """Whether another process could lock the folder."""
+    child = os.fork()
+    if child == 0:
+        import fcntl
+        try:
+            fcntl.lockf(open(folder / ".lock", "ab"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_run_is_locked_until_it_ends_or_this_process_begins_another(checkpoint, tmp_path):
+    pytest.importorskip("fcntl")
+    seen = []
+
+    def reward(text, problem):
+        seen[len(seen):] = [is_free(path.parent) for path in tmp_path.glob("*/.lock")]
+        if len(seen) == 11:
+            raise ValueError
+        return variety(text, problem)
+
+    given = settings(checkpoint, tmp_path, n_train_steps=1, reward=reward)
+    with pytest.raises(ValueError):
+        starter.main(**given)
+    [first] = tmp_path.iterdir()
+    assert not is_free(first)  # by this process, which can resume it
+    resumed = starter.main(**given | dict(resume=True))["run_folder"]
+    assert resumed == first and is_free(first) and len(seen) > 11 and not any(seen)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is logged
+
+def test_headline_curves_come_first_and_equal_those_they_repeat(watched):
+    logged = scalars(watched[0]["run_folder"])
+    assert min(logged) == "0_headline/kl_per_token"
+    for headline, tag in (("reward", "train/reward_mean"), ("kl_per_token", "train/kl_per_token"),
+                          ("response_length", "train/response_length"), ("solved", "eval/solved")):
+        assert logged[f"0_headline/{headline}"] == logged[tag]
+    assert logged["0_headline/solved"].keys() == {0, 2, 3}
+
+
+def test_numbers_for_debugging_describe_the_log_probs(watched):
+    logged = scalars(watched[0]["run_folder"])
+    assert logged["debug/kl_mean"] == logged["train/kl_k3"]
+    for step, policy in logged["debug/policy_logp_mean"].items():
+        difference = policy - logged["debug/ref_logp_mean"][step]
+        assert difference == pytest.approx(logged["train/kl_k1"][step], abs=1e-5)
+        assert policy < 0
+    assert min(logged["mem/peak_gb"].values()) > 0.1  # torch alone takes more
+
+
+def test_text_page_begins_with_samples_that_show_what_was_asked_and_answered(watched):
+    log = watched[1]
+    texts = {tag.removesuffix("/text_summary"): log.Tensors(tag)[-1].tensor_proto.string_val[0]
+             for tag in log.Tags()["tensors"]}
+    names = sorted(texts)
+    assert names == ["samples/best", "samples/held_out_0", "samples/held_out_1",
+                     "samples/held_out_2", "samples/worst", "settings"]
+    assert b"    learning_rate = 0.001\n" in texts["settings"]
+    for name in names[:-1]:
+        lines = texts[name].decode().split("\n")
+        assert all(line.startswith("    ") for line in lines)  # nothing is taken for markup
+        for part in ("prompt: add ", "response: ", "reward: ", "expected answer: "):
+            assert any(line.startswith(f"    {part}") for line in lines), lines
+
+
+class Log:
+    """A run that keeps what is logged: {tag: value}."""
+
+    def __init__(self, folder=None, **cfg):
+        self.cfg = starter.cfg_with(**cfg)
+        self.folder, self.is_first = folder, True
+        self.state = {"step": 7, "skipped": [], "before": None}
+        self.logged = {}
+
+    def log(self, what, tag, value, step):
+        self.logged[tag] = value
+
+
+def step_of(rewards, group_size=2, **changes):
+    """The metrics and samples of a step with these rewards."""
+    n = len(rewards)
+    problems = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(n // group_size)]
+    responses = [starter.Response([1], [2, 3], [-1.0, -3.0], True)] * n
+    metrics = dict(loss=0.1, grad_norm=1.0, reward_mean=0.3, frac_zero_std=0.0, truncated_frac=0.0,
+                   response_length=8.0)
+    return metrics | changes, (problems, [f"t{i}" for i in range(n)], torch.tensor(rewards),
+                               responses)
+
+
+def test_best_and_worst_sample_are_those_of_the_step(tmp_path):
+    run = Log(tmp_path)
+    metrics, samples = step_of([0.1, 0.0, 1.0, 0.5])
+    guards.Guards(run)(10, metrics, samples)
+    assert run.logged["samples/best"].split("\n    ") == [
+        "    prompt: p1", "response: t2", "reward: 1", "expected answer: a1"]
+    assert run.logged["samples/worst"].split("\n    ")[:2] == ["    prompt: p0", "response: t1"]
+    assert run.logged["debug/policy_logp_mean"] == -2.0
+    run.logged.clear()
+    guards.Guards(run)(11, metrics, samples)
+    assert "samples/best" not in run.logged and "0_headline/reward" in run.logged
+
+
+def test_other_skills_are_their_mean(tmp_path):
+    run = Log(tmp_path)
+    metrics = dict(solved=0.5, retention_sort=0.9, retention_max=0.7)
+    guards.Guards(run)(10, metrics, [({"prompt": "p", "target": 4}, "text", 1.0)])
+    assert run.logged["0_headline/other_skills"] == pytest.approx(0.8)
+    assert "expected answer: 4" in run.logged["samples/held_out_0"]
+
+
+def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path):
+    results = []
+    for watch in (guards.Guards, lambda run: None):
+        with mock.patch.object(guards, "Guards", watch):
+            results.append(starter.main(**settings(
+                checkpoint, tmp_path, use_kl_penalty=True, n_train_steps=3, eval_every=1)))
+    logged = [scalars(result["run_folder"]) for result in results]
+    for tag in ("train/loss", "train/grad_norm", "train/kl_k1", "eval/reward_mean"):
+        assert logged[0][tag] == logged[1][tag]
+    assert "0_headline/reward" in logged[0] and "0_headline/reward" not in logged[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings
+
+FIRST = dict(reward_mean=0.3, frac_zero_std=0.2, truncated_frac=0.0, response_length=8.0)
+FINE = FIRST | dict(reward_mean=0.6, response_length=9.0, kl_per_token=0.005, kl_capped_frac=0.02)
+
+
+@pytest.mark.parametrize("sign, words, changes, at_first", [
+    (None, "", dict(), dict()), (None, "", dict(kl_per_token=0.15), dict()),
+    ("drift", "KL is 0.21 nats per token, above 0.2", dict(kl_per_token=0.21), dict()),
+    ("stuck", "0.0050 nats per token, below 0.01", dict(reward_mean=0.31), dict()),
+    (None, "", dict(reward_mean=0.31, kl_per_token=0.02), dict()),
+    ("length", "1.5 times as long as at first", dict(response_length=12.1), dict()),
+    ("capped", "their ratio is cut", dict(kl_capped_frac=0.2), dict()),
+    ("endless", "lower learning_rate = 1e-05 first", dict(truncated_frac=1.0), dict()),
+    ("truncated", "max_new_tokens = 16, none reached a stop token (7,)",
+     dict(truncated_frac=1.0, reward_mean=0.3, kl_per_token=0.05), dict(truncated_frac=1.0)),
+    (None, "", dict(truncated_frac=1.0), dict(truncated_frac=1.0)),  # the reward has risen
+    ("equal", "all rewards of each group are equal", dict(frac_zero_std=1), dict(frac_zero_std=1)),
+    (None, "", dict(frac_zero_std=1), dict()),  # solved by training
+])
+def test_sign_of_trouble_in_a_step_is_named_and_no_other(sign, words, changes, at_first):
+    cfg = starter.cfg_with(n_train_steps=100, learning_rate=1e-5, max_new_tokens=16,
+                           use_kl_penalty=True, stop_token_ids=(7,))
+    _, samples = step_of([0.0, 1.0])
+    samples[1][0] = "<answer>1</answer>"
+    signs = guards.step_signs(FINE | changes, FIRST | at_first, samples, 50, cfg)
+    assert list(signs) == ([] if sign is None else [sign])
+    assert words in "".join(signs.values())
+
+
+def test_responses_without_tags_are_noticed_where_the_reward_looks_for_tags():
+    def sign(texts, reward=starter.reward_fn, **problem):
+        cfg = starter.cfg_with(reward=reward)
+        equal = FINE | dict(frac_zero_std=1)
+        return [*guards.step_signs(equal, equal, ([problem], texts, None, None), 2, cfg)][0]
+
+    assert sign(["4", "<answer>4"]) == "untagged"
+    assert sign(["4"], reward=[(starter.reward_fn, 1.0), (variety, 0.1)]) == "untagged"
+    assert sign(["4", "<answer>4</answer>"]) == "equal"
+    assert sign(["4"], reward=variety) == sign(["4"], last_number=True) == "equal"
+
+
+def share(*rewards):
+    return [({}, "", reward) for reward in rewards]
+
+
+@pytest.mark.parametrize("sign, words, changes, samples, settings", [
+    (None, "", dict(), share(1.0, 0.1), dict()), (None, "", dict(retention_sort=0.86), [], dict()),
+    ("forgotten", "(sort from 90% to 80%); set use_kl_penalty = True", dict(retention_sort=0.8),
+     share(1.0), dict()),
+    ("forgotten", "raise kl_coef", dict(retention_sort=0.8), share(1.0), dict(use_kl_penalty=True)),
+    # Of a run that collapses the learning rate is named, not the KL penalty.
+    ("collapse", "solved fell from 30% to 10%", dict(solved=0.1, retention_sort=0.2), share(0.0),
+     dict()),
+    # Each solution of ten tokens or more earns less than 1: a reward with something taken off.
+    ("nearly", "67% of the rewards are from 0.5 to below 1", dict(solved=0.25),
+     share(0.9, 0.95, 0.0), dict(reward=variety)),
+    (None, "", dict(solved=0.9), share(1.0, 1.0, 0.9), dict(reward=variety)),
+    (None, "", dict(solved=0.25), share(0.9, 0.95), dict(reward=[(variety, 1.0), (variety, -0.1)])),
+])
+def test_sign_of_trouble_in_an_evaluation_is_named_and_no_other(sign, words, changes, samples,
+                                                                settings):
+    metrics = dict(solved=0.6, retention_sort=0.88)
+    first = dict(solved=0.3, retention_sort=0.9)
+    signs = guards.evaluation_signs(metrics | changes, first, samples or share(0.0), 50,
+                                    starter.cfg_with(**settings))
+    assert list(signs) == ([] if sign is None else [sign])
+    assert words in "".join(signs.values())
+
+
+def test_reward_that_never_reaches_1_is_told_after_the_first_evaluation():
+    def signs(step, **settings):
+        nothing = dict(solved=0.0)
+        return [*guards.evaluation_signs(nothing, nothing, share(0.3), step,
+                                         starter.cfg_with(**settings))]
+
+    assert signs(5, reward=variety) == ["unsolved"]
+    assert signs(0, reward=variety) == []
+    assert signs(5) == signs(5, reward=[(starter.reward_fn, 1.0), (variety, 1.0)]) == []
+
+
+def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
+    """What is forgotten is told at every evaluation."""
+    given = settings(checkpoint, tmp_path, eval_every=1)
+    with mock.patch.object(guards, "step_signs", return_value={"drift": "it drifts"}), \
+            mock.patch.object(guards, "evaluation_signs", return_value={"forgotten": "it forgets"}):
+        starter.main(**given | dict(n_train_steps=2))
+        starter.main(**given | dict(n_train_steps=4, resume=True))
+    printed = capsys.readouterr().out
+    assert re.findall(r"Step (\d) \|.*\nWarning: it drifts", printed) == ["1"]
+    assert printed.count("it drifts") == 1
+    assert printed.count("it forgets") == printed.count("Eval at step") == 5
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps that are skipped
+
+def test_responses_of_a_skipped_step_are_kept(checkpoint, tmp_path, capsys):
+    calls = []
+
+    def nan_in_step_2(text, problem):
+        calls.append(text)
+        first = 10 + ROLLOUT  # after the evaluation and step 1
+        return math.nan if len(calls) == first + 5 else variety(text, problem)
+
+    result = starter.main(**settings(checkpoint, tmp_path, n_train_steps=3, reward=nan_in_step_2))
+    path = result["run_folder"] / "skipped_step_2.json"
+    assert f"The responses of step 2 are kept in {path}\n" in capsys.readouterr().out
+    kept = json.loads(path.read_text())
+    assert kept["step"] == 2 and len(kept["responses"]) == ROLLOUT
+    rewards = [row["reward"] for row in kept["responses"]]
+    assert [math.isnan(reward) for reward in rewards] == [i == 4 for i in range(ROLLOUT)]
+    for row, text in zip(kept["responses"], calls[26:]):
+        assert row["text"] == text and row["prompt"].startswith("add ")
+        assert len(row["ids"]) == len(row["log_probs"])
+    assert len(list(result["run_folder"].glob("skipped_step_*.json"))) == 1
+
+
+def test_run_stops_after_several_skipped_steps_in_a_row(tmp_path):
+    run = Log(tmp_path)
+    watch = guards.Guards(run)
+    metrics, samples = step_of([0.0, 1.0], loss=math.nan)
+    for step in (1, 2, 3, 4, 6, 7, 8, 9):  # step 5 was fine
+        run.state["skipped"] = [*run.state["skipped"], step]
+        watch(step, metrics, samples)
+    run.state["skipped"] = [*run.state["skipped"], 10]
+    with pytest.raises(RunStopped, match="5 steps in a row had a loss or gradient that is not"):
+        watch(10, metrics, samples)
+
+
+def test_state_of_the_guards_can_be_saved_and_loaded(tmp_path):
+    run = Log(tmp_path)
+    metrics, samples = step_of([0.0, 1.0], kl_per_token=0.3, kl_k1=0.3, kl_k3=0.3)
+    guards.Guards(run)(1, metrics, samples)
+    torch.save(run.state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == run.state
+    assert run.state["warned"] == ["drift"] and run.state["first"] == metrics

@@ -1,0 +1,147 @@
+"""What is said and drawn of a finished run: KL, intervals, pictures, HParams, files."""
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+import starter
+from support import report
+
+from conftest import scalars, settings
+
+SKILL = '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n'
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, tmp_path_factory):
+    """The results of two short runs of a model with another skill: without the penalty and with."""
+    folder = tmp_path_factory.mktemp("finished")
+    shutil.copytree(checkpoint, folder / "skilled")
+    (folder / "skilled" / "retention.jsonl").write_text(SKILL)
+    given = settings(folder / "skilled", folder / "runs", eval_every=2)
+    return starter.main(**given), starter.main(**given | dict(
+        use_kl_penalty=True, seed=3, kl_adaptation_method="target_sound", kl_target=0.01))
+
+
+def log_of(result):
+    return EventAccumulator(str(result["run_folder"])).Reload()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint, monkeypatch, plain):
+    """plain: the start model is loaded, else it is the reference."""
+    policy, start = (starter.init_policy(str(checkpoint), "cpu")[0] for _ in range(2))
+    with torch.no_grad():
+        for parameter in policy.parameters():  # the head's, too
+            parameter.mul_(1.1)
+    responses = [starter.Response([1, 2, 3], [10, 11, 12], [-1.0] * 3, True),
+                 starter.Response([4], [13, 14], [-1.0] * 2, True)]
+    asked = []
+    monkeypatch.setattr(starter, "rollout", lambda *given: asked.extend(given) or responses)
+    cfg = starter.cfg_with(model_id=str(checkpoint), temperature=0.7, max_tokens_per_microbatch=5)
+    problems = [{"prompt_ids": response.prompt_ids} for response in responses]
+    measured = report.measure_kl(policy, None if plain else start, None, problems, cfg)
+    assert asked[2] == [[1, 2, 3], [4]] and asked[-2:] == [1, 0.7]
+    of_token = {int(token): (kl, int(place)) for kl, place, token in measured.T.tolist()}
+    assert len(of_token) == 5
+    for prompt_ids, ids, *_ in responses:
+        both = [model(torch.tensor([prompt_ids + ids])).logits[0].detach().double() / 0.7
+                for model in (policy, start)]
+        log_p, log_q = (logits.log_softmax(dim=1) for logits in both)
+        kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+        for place, token in enumerate(ids):
+            at = len(prompt_ids) - 1 + place
+            assert of_token[token] == (pytest.approx(kl[at].item(), rel=1e-4), place)
+            assert kl[at] > 1e-4
+
+
+def test_kl_by_position_and_by_token_adds_up(finished):
+    for result in finished:
+        tables = json.loads((result["run_folder"] / "kl_by_token.json").read_text())
+        for table in tables.values():
+            nats, tokens = (sum(column) for column in zip(*table.values()))
+            assert nats / tokens == pytest.approx(result["kl_per_token"])
+            assert nats / 10 == pytest.approx(result["kl_per_sequence"])
+        assert tables["position"]["0"][1] == 10  # held-out problems
+
+
+def test_interval_of_a_share_matches_published_values():
+    """R. G. Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263, 0 of 20."""
+    assert report.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert report.wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_report_and_saved_model_have_what_a_reader_needs_next(finished):
+    for i, result in enumerate(finished):
+        text = (result["run_folder"] / "report.txt").read_text()
+        assert "  solved               0.0% ->   0.0%  (+0.0 points)" in text
+        assert "  retention_sort" in text and "95 % interval 0.0% to 27.8%, of 10 held-out" in text
+        assert f"KL(policy || start): {result['kl_per_token']:.3f} nats per token" in text
+        assert (result["run_folder"] / "model" / "retention.jsonl").read_text() == SKILL
+        assert ("KL coefficient: 0.3 at first, " in text) == (i == 1)
+    beta = scalars(result["run_folder"])["adaptive_kl/current_beta"][4]
+    now = float(text.partition("at first, ")[2].split()[0])
+    assert now == pytest.approx(beta, rel=0.15) and now != beta  # after one more step of the rule
+
+
+def test_hparams_have_the_same_columns_for_every_run(finished):
+    columns = []
+    for result in finished:
+        plugin = log_of(result).summary_metadata[
+            "_hparams_/session_start_info"].plugin_data.content
+        columns.append(HParamsPluginData.FromString(plugin).session_start_info.hparams)
+        logged = scalars(result["run_folder"])
+        assert logged["outcome/kl_per_token"][0] == pytest.approx(result["kl_per_token"])
+        assert logged["outcome/solved"][0] == result["after"]["solved"]
+    assert columns[0].keys() == columns[1].keys()
+    assert not {"out_dir", "eval_every", "resume"} & columns[0].keys()
+    assert [found["seed"].number_value for found in columns] == [0, 3]
+    assert columns[0]["reward"].string_value == "variety"
+    assert columns[0]["model_id"].string_value == "skilled"  # and not its path
+
+
+def test_pictures_fit_into_tensorboards_grid_and_show_what_was_measured(finished):
+    free, penalised = (result["run_folder"] for result in finished)
+    for name in ("curve", "kl"):
+        assert (free / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        [image] = log_of(finished[0]).Images(f"pictures/{name}")
+        assert 300 < image.width < 500 and image.height > 200
+    logged = scalars(penalised)
+    curve = report.draw_curve(penalised)
+    drawn = {line.get_label(): list(line.get_ydata()) for line in curve.axes[0].lines}
+    assert drawn == {"reward_mean": [*logged["train/reward_mean"].values()],
+                     "solved": [*logged["eval/solved"].values()],
+                     "sort": [*logged["eval/retention_sort"].values()]}
+    assert [*curve.axes[1].lines[0].get_ydata()] == [*logged["train/kl_per_token"].values()]
+    assert len(report.draw_curve(free).axes) == 1
+    figure = report.draw_kl({"position": {0: [4.0, 2], 1: [4.0, 4]}, "token": {
+        "5 a": [2.0, 5], "7 $$": [6.0, 1]}})
+    by_place, by_token = figure.axes
+    figure.savefig(free / "again.png")  # with "$$" as it is
+    assert [bar.get_height() for bar in by_place.patches] == [2.0, 1.0]
+    assert [bar.get_width() for bar in by_token.patches] == [0.75, 0.25]
+    assert [label.get_text() for label in by_token.get_yticklabels()] == [r"'\$\$'", "'a'"]
+
+
+def test_without_matplotlib_a_line_says_so(tmp_path):
+    with mock.patch.dict(sys.modules, matplotlib=None):
+        line = report.draw({}, SimpleNamespace(folder=tmp_path))
+    assert line == "no pictures: matplotlib is not installed" and not list(tmp_path.iterdir())
+
+
+def test_advice_fits_the_outcome():
+    def advice(kl=0.1, solved=0.6, sort=0.9, penalised=False):
+        result = {"before": dict(solved=0.3, retention_sort=0.9), "kl_per_token": kl,
+                  "after": dict(solved=solved, retention_sort=sort)}
+        return "".join(report.advice(result, SimpleNamespace(use_kl_penalty=penalised)))
+
+    assert advice() == advice(kl=0.3, sort=0.8, penalised=True) == ""
+    assert "above 0.2 nats" in advice(kl=0.3)
+    assert "to keep the other skills, set use_kl_penalty = True" in advice(sort=0.8)
+    assert advice(solved=0.1, sort=0.2) == ""  # it collapsed: the penalty is not the first remedy
