@@ -11,7 +11,7 @@ network, so seconds measured here are not those of the service.
 import copy
 import functools
 import random
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy

@@ -111,7 +111,7 @@ def outcome(folder):
     what is saved, and the numbers of the log."""
     import torch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    (run_folder,) = (path.parent for path in folder.glob("runs/*/config.json"))
+    (run_folder,) = (path.parent for path in folder.glob("runs/*/settings.json"))
     files = [*run_folder.glob("model/*.safetensors"), *run_folder.glob("kl_by_token.json")]
     saved = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     logged = {}

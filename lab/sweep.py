@@ -130,7 +130,7 @@ def measure_kl(start, folder):
     import torch
 
     import starter
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    settings = json.loads((folder / "settings.json").read_text("utf-8"))
     cfg = starter.cfg_with(**{name: value for name, value in settings.items() if name != "reward"}
                            | {"device": "cpu", "bf16": False})
     ref_model, tokenizer = starter.init_policy(start, "cpu")

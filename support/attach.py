@@ -1,14 +1,18 @@
 """What main() of starter.py asks of support/, at four places. No decision is made here: starter.py
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
-import starter
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import (
-    edits, fast, guards, kl_checks, lora, memory, ranks, report as reports, rules, tasks, vllm_cpu)
+    edits, fast, guards, kl_checks, lora, memory, ranks, rules, tasks, vllm_cpu)
+
+
+def check_settings(cfg):
+    """1. Before anything else: that each setting is of its kind. Raises InputError."""
+    rules.check_kinds(cfg)
 
 
 def check(run):
-    """1. Before anything is loaded: a rule for each setting, the built-in model, the lock of a run
-    that is resumed, memory, and the processes that torchrun started. Raises InputError."""
+    """2. Before anything is loaded: that the settings fit together, the built-in model, the lock of
+    a run that is resumed, memory, and the processes that torchrun started. Raises InputError."""
     cfg = run.cfg
     rules.check_settings(cfg)
     for note in kl_checks.check_kl(cfg):
@@ -21,12 +25,12 @@ def check(run):
     ranks.join(run)
     if cfg.engine == "vllm" and vllm_cpu.IS_INSTALLED:
         vllm_cpu.attach()
-    starter.MECHANICS["accumulate_gradients"] = memory.accumulate_gradients  # around starter's own
+    memory.attach(run)
     edits.install(read_problems=tasks.read_problems)
 
 
 def prepare(policy, ref_model, tokenizer, problems, cfg):
-    """2. When everything is loaded: adapters, faster mechanics, several processes. Returns the
+    """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference, which with LoRA is the policy without its adapters."""
     rules.check_model(policy, tokenizer, problems, cfg)
     if cfg.lora_rank:
@@ -41,11 +45,6 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
 
 
 def watch(run):
-    """3. Returns what looks on after each step and evaluation: warnings, samples, headlines."""
+    """4. Returns what looks on after each step and evaluation, and reports at the end."""
+    memory.go_on(run)
     return guards.Guards(run)
-
-
-def report(result, policy, ref_model, llm, tokenizer, problems, run):
-    """4. After the run: how far the policy is from where it began, intervals, pictures."""
-    reports.report(result, policy, ref_model, llm, tokenizer, problems, run)
-    guards.unlock()

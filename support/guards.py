@@ -8,6 +8,7 @@ import torch
 
 import starter
 from starter import InputError, RunStopped
+from support import report
 
 try:
     import fcntl
@@ -84,6 +85,11 @@ class Guards:
             warned += [sign] if sign not in warned else []
         if "solved" not in metrics and step in state["skipped"]:
             self.after_skipped_step(step, samples)
+
+    def report(self, result, policy, ref_model, llm, tokenizer, problems):
+        """After the run: how far the policy is from where it began, intervals, pictures."""
+        report.report(result, policy, ref_model, llm, tokenizer, problems, self.run)
+        unlock()
 
     def log_evaluation(self, step, metrics, samples):
         skills = [value for name, value in metrics.items() if name.startswith("retention_")]

@@ -126,30 +126,48 @@ def is_out_of_memory(error):
             or "DefaultCPUAllocator: can't allocate memory" in str(error))
 
 
-def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
-    """starter.accumulate_gradients. Where memory runs out, nothing of the attempt is left in the
-    gradients, and the step is repeated with smaller microbatches, which take the place of those in
-    the list and are the size of all later ones."""
-    while True:
-        try:
-            return starter.accumulate_gradients.__wrapped__(policy, microbatches, n_tokens, cfg,
-                                                            ref_model, kl_coef)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        policy.zero_grad()
-        smaller = microbatches
-        largest = max(rows["labels"].numel() for rows in microbatches)
-        max_tokens = min(cfg.max_tokens_per_microbatch, largest)
-        while len(smaller) == len(microbatches) and max_tokens > 1:
-            max_tokens //= 2
-            smaller = [part for rows in microbatches
-                       for part in starter.cut_microbatches(rows, max_tokens)]
-        if len(smaller) == len(microbatches):
-            raise starter.RunStopped(
-                "out of memory with a single response at a time; lower max_new_tokens, set "
-                "gradient_checkpointing = True, or take a smaller model; then resume")
-        microbatches[:] = smaller
-        cfg.max_tokens_per_microbatch = max_tokens
-        print(f"Warning: out of memory: microbatches of {max_tokens} tokens from here on",
-              flush=True)
+def attach(run):
+    """Puts a loop around starter.accumulate_gradients. Where memory runs out, nothing is left of
+    the attempt, and the step is repeated with smaller microbatches, which take the place of those
+    in the list. Their size is kept in run.state for all later steps."""
+    def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
+        while True:
+            try:
+                return starter.accumulate_gradients.__wrapped__(policy, microbatches, n_tokens,
+                                                                cfg, ref_model, kl_coef)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            policy.zero_grad()
+            cfg.max_tokens_per_microbatch = cut_smaller(microbatches, cfg)
+            run.state["max_tokens"] = cfg.max_tokens_per_microbatch
+            print("Warning: out of memory: microbatches of "
+                  f"{cfg.max_tokens_per_microbatch} tokens from here on", flush=True)
+
+    starter.MECHANICS["accumulate_gradients"] = accumulate_gradients
+
+
+def cut_smaller(microbatches, cfg):
+    """Cuts the microbatches of the list into smaller ones. Returns their size in tokens. Raises
+    RunStopped where each of them is a single response."""
+    smaller = microbatches
+    largest = max(rows["labels"].numel() for rows in microbatches)
+    max_tokens = min(cfg.max_tokens_per_microbatch, largest)
+    while len(smaller) == len(microbatches) and max_tokens > 1:
+        max_tokens //= 2
+        smaller = [part for rows in microbatches
+                   for part in starter.cut_microbatches(rows, max_tokens)]
+    if len(smaller) == len(microbatches):
+        raise starter.RunStopped(
+            "out of memory with a single response at a time; lower max_new_tokens, set "
+            "gradient_checkpointing = True, or take a smaller model; then resume")
+    microbatches[:] = smaller
+    return max_tokens
+
+
+def go_on(run):
+    """A run that is resumed keeps the size of microbatches at which memory did not run out."""
+    most = run.state.get("max_tokens", math.inf)
+    if most < run.cfg.max_tokens_per_microbatch:
+        run.cfg.max_tokens_per_microbatch = most
+        print(f"microbatches of {most} tokens: before the resume, memory ran out with larger ones")

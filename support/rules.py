@@ -95,8 +95,15 @@ def converted(value, kind, low, high):
 
 
 def check_settings(cfg):
-    """Raises InputError for a parameter that cannot work. Puts Python's own numbers and switches
-    into cfg. Loads nothing. Can be called before starter.choose() and after it."""
+    """Raises InputError for a parameter that cannot work. Loads nothing."""
+    check_kinds(cfg)
+    check_machine(cfg)
+
+
+def check_kinds(cfg):
+    """Raises InputError for a parameter of another kind than its default, or outside its limits.
+    Puts Python's own numbers and switches into cfg. Can be called before starter.choose() and after
+    it."""
     for name, parameter in inspect.signature(starter.main).parameters.items():
         default = parameter.default
         given = getattr(cfg, name)
@@ -124,13 +131,15 @@ def check_settings(cfg):
         if value != default and (is_off or is_unread):
             remedy = "use_kl_penalty = True" if is_off else "a kl_adaptation_method that reads it"
             raise InputError(f"{name} = {value!r} changes nothing; leave it out, or set {remedy}")
-    check_machine(cfg)
+    gpu = re.fullmatch(r"cuda:?(\d*)", str(cfg.device))
+    n_gpus = torch.cuda.device_count()
+    if gpu and int(gpu[1] or 0) >= n_gpus:
+        raise InputError(f"device = {str(cfg.device)!r} but there are {n_gpus} CUDA GPUs here; use "
+                         "device = 'cpu'")
 
 
 def check_machine(cfg):
     """Raises InputError for what is not there, and for parameters that do not fit together."""
-    gpu = re.fullmatch(r"cuda:?(\d*)", str(cfg.device))
-    n_gpus = torch.cuda.device_count()
     model_id = cfg.model_id or "tiny"
     is_folder = os.path.isdir(model_id)
     is_name = model_id == "tiny" or isinstance(model_id, str) and re.fullmatch(
@@ -147,8 +156,6 @@ def check_machine(cfg):
         (cfg.loss_average not in starter.AVERAGES,
          f"loss_average = {cfg.loss_average!r} is not known; "
          f"{starter.nearest(cfg.loss_average, starter.AVERAGES)}"),
-        (gpu and int(gpu[1] or 0) >= n_gpus,
-         f"device = {str(cfg.device)!r} but there are {n_gpus} CUDA GPUs here; use device = 'cpu'"),
         (cfg.engine == "vllm" and not importlib.util.find_spec("vllm"),
          "engine = 'vllm' but vllm is not installed here; use engine = 'transformers'"),
         (cfg.lora_rank and not importlib.util.find_spec("peft"),
@@ -173,7 +180,7 @@ def check_machine(cfg):
 
 def check_resume(run):
     """Raises InputError where the settings of a run that is resumed do not fit its beginning."""
-    path = run.folder / "config.json"
+    path = run.folder / "settings.json"
     if not path.is_file():
         return
     try:

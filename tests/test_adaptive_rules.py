@@ -124,7 +124,8 @@ def test_kl_settings_hold_every_parameter_of_main():
     kl = starter.cfg_with(
         task=small_sums, kl_estimator="k1", kl_gradient="as_written", kl_in="reward",
         kl_adaptation_method="target", kl_clip_threshold=3.0, kl_target=0.5,
-        dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77, max_new_tokens=9).kl
+        dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77,
+        max_new_tokens=9).kl
     assert kl == KLSettings("k1", "as_written", "reward", "target", 3.0, 0.5, 0.8, 0.7, 0.01, 77, 9)
 
 

@@ -64,7 +64,7 @@ def start(*arguments):
 @pytest.mark.parametrize("arguments, sentence", [
     (["--n_train_step", "5"], "--n_train_step is not --name value; did you mean 'n_train_steps'?"),
     (["--preset", "smollm2", "--group_size", "7"],
-     "rollout_batch_size = 128 must be a multiple of group_size = 7")])
+     "rollout_batch_size = 128 is not a multiple of group_size = 7; use 126 or 133")])
 def test_error_is_one_sentence_with_code_1(arguments, sentence):
     process = start(*arguments)
     _, errors = process.communicate(timeout=300)

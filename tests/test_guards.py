@@ -39,7 +39,7 @@ def locked(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     folder = tmp_path / "runs" / "first"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "settings.json").write_text("{}")
     ready, tell = os.pipe()
     end, own = os.pipe()
     if os.fork() == 0:

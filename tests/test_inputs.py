@@ -289,12 +289,12 @@ def test_resumed_run_may_change_only_what_leaves_its_curve_whole(tmp_path):
     def run_with(**changes):
         return starter.Run(starter.cfg_with(resume=str(tmp_path), **changes))
 
-    (tmp_path / "config.json").write_text(json.dumps(run_with(seed=3).settings))
+    (tmp_path / "settings.json").write_text(json.dumps(run_with(seed=3).settings))
     rules.check_resume(run_with(seed=3, eval_every=7, n_train_steps=1000, run_name="again"))
     assert "seed = 4 would break the curve" in refusal(rules.check_resume, run_with(seed=4))
     older = run_with(seed=3).settings
     del older["temperature"]  # a parameter that is new since
-    (tmp_path / "config.json").write_text(json.dumps(older))
+    (tmp_path / "settings.json").write_text(json.dumps(older))
     rules.check_resume(run_with(seed=3))
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "settings.json").write_text("{")
     assert "cannot be read" in refusal(rules.check_resume, run_with(seed=3))

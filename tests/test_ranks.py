@@ -172,7 +172,7 @@ def assert_same_run(first, second, atol=2e-5):
     """Every logged number but those of time, memory, rounding and the report, and the weights."""
     numbers, weights = [], []
     for folder in (first, second):
-        run_folder, = (path.parent for path in folder.glob("runs/*/config.json"))
+        run_folder, = (path.parent for path in folder.glob("runs/*/settings.json"))
         weights.append(safetensors.torch.load_file(run_folder / "model" / "model.safetensors"))
         numbers.append({tag: values for tag, values in scalars(run_folder).items()
                         if not re.match("time/|mem/|outcome/|.*(per_s|sampler)", tag)})

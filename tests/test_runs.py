@@ -252,9 +252,9 @@ def test_settings_that_break_the_curve_are_refused_and_others_taken(checkpoint, 
                             seed=1, reward=noisy_variety, clip_range=(0.2, 0.3)).items():
         with pytest.raises(InputError, match=f"{name} = .* would break the curve of .*which began"):
             run("support", **given | {name: value, "resume": True, "n_train_steps": 2})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "settings.json").read_text())
     del config["importance_cap"]  # of an older version: main() has got a parameter since
-    (folder / "config.json").write_text(json.dumps(config | {"vllm_sleep": False}))  # and lost one
+    (folder / "settings.json").write_text(json.dumps(config | {"gone": 1}))  # and lost one
     seen = []
     real = starter.rows_that_learn
 
