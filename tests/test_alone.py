@@ -49,6 +49,7 @@ for settings in runs:
 """
 
 
+@pytest.mark.slow
 def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint, tmp_path):
     task = tmp_path / "sums.jsonl"
     sums = [{"prompt": f"add {a} {b}", "answer": a + b} for a in range(5, 15) for b in range(6, 12)]
@@ -68,16 +69,16 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
     assert outcome(alone / "a") == outcome(alone / "b")
     for folder in alone.glob("?/runs/*"):
         names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}
-        assert names == {"events", "config", "starter", "model", "checkpoint"}
+        assert names == {"events", "settings", "starter", "model", "checkpoint"}
         logged = scalars(folder)
         assert list(logged["eval/solved"]) == [0, 3, 6]
         assert len(set(logged["adaptive_kl/current_beta"].values())) == 6
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ("--model_id tiny --task starter.py", "lora_rank, frozen_in_bf16 and model_id = 'tiny' need"),
-    ("--lora_rank 16 --task starter.py", "lora_rank, frozen_in_bf16 and model_id = 'tiny' need"),
-    ("", "task = "),  # without support/ there is no built-in task
+    ("--model_id tiny --task starter.py", "lora_rank, frozen_in_bf16, model_id = 'tiny'"),
+    # without support/ there is no built-in task
+    ("", "lora_rank, frozen_in_bf16, model_id = 'tiny' and task = 'addition' need"),
 ])
 def test_file_alone_refuses_in_one_sentence_what_needs_support(alone, arguments, sentence):
     done = run(alone, "starter.py", *arguments.split())

@@ -73,7 +73,8 @@ def test_error_is_one_sentence_with_code_1(arguments, sentence):
 
 
 @pytest.mark.parametrize("moment, errors", [
-    ("=== Running Quick Tests", "starter.py stopped: interrupted\n"), ("Step 1 |", "")])
+    ("=== Running Quick Tests", "starter.py stopped: interrupted\n"),
+    pytest.param("Step 1 |", "", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment, errors):
     """While it trains, it ends after its step with a checkpoint and the model."""
     task = tmp_path / "sums.jsonl"

@@ -96,8 +96,8 @@ AFTER_SOFTMAX = "    cumulative = probs.cumsum"
 
 EDITS = dict(
     entropy_bonus=Edit({
-        "entropy = -(log_p.detach().exp() * log_p.detach()).nansum(dim=1)":
-            "entropy = -(log_p.exp() * log_p).nansum(dim=1)",
+        "entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1).detach()":
+            "entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1)",
         "    loss = torch.where(mask, loss * rows[":
             "    loss = loss - STRENGTH * statistics.entropy\n"
             "    loss = torch.where(mask, loss * rows["},

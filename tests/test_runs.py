@@ -402,9 +402,10 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
         weights, when_sampled = rollouts[-1]
         seen.append((step, metrics, samples, when_sampled, weights.detach().clone()))
 
-    support = SimpleNamespace(check=lambda run: None, watch=lambda run: watch,
+    watch.report = lambda *given: None
+    support = SimpleNamespace(check_settings=lambda cfg: None, check=lambda run: None,
                               prepare=lambda policy, ref_model, *others: ref_model,
-                              report=lambda *given: None)
+                              watch=lambda run: watch)
     with mock.patch.multiple(starter, find_support=lambda: support, rollout=rollout):
         folder = starter.main(**settings(checkpoint, tmp_path, save_every=1, eval_every=2,
                                          n_train_steps=3))["run_folder"]
