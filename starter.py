@@ -160,8 +160,7 @@ def problems_of_step(problems, step, n, seed):
 # 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
 
 class Float32Head(torch.nn.Linear):
-    """An LM head that multiplies in float32 under autocast, too: bf16 would round its logits by
-    up to 0.06 nats."""
+    """An LM head in float32 under autocast, too: bf16 would round its logits by up to 0.06."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
@@ -335,17 +334,20 @@ def decode(policy, prompts, cfg):
     """B prompts -> a generator that yields (B, V) logits of the next tokens, and is sent the (B, 1)
     tokens that were drawn."""
     new = torch.tensor(prompts, device=policy.device)
-    last_only = {}
-    if "logits_to_keep" in inspect.signature(policy.forward).parameters:
-        last_only = {"logits_to_keep": 1}
-    cached = {}
+    known = inspect.signature(policy.forward).parameters
+    given = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
+    has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
+    n_read = 0
     while True:
-        out = policy(input_ids=new, use_cache=True, **cached, **last_only)
+        if has_rope and "position_ids" in known:  # not all of these models count on by themselves
+            given["position_ids"] = n_read - 1 + torch.ones_like(new).cumsum(dim=1)
+        out = policy(input_ids=new, **given)
         tokens = yield out.logits[:, -1]
         if getattr(out, "past_key_values", None) is None:  # it reads all tokens each time
             new = torch.cat([new, tokens], dim=1)
         else:
-            cached = {"past_key_values": out.past_key_values}
+            given["past_key_values"] = out.past_key_values
+            n_read += new.shape[1]
             new = tokens
 
 
@@ -831,9 +833,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
 
-    # The PPO-clipped term (arXiv:1707.06347). This ratio is used here and nowhere else. In the
-    # first epoch of a rollout its value is 1, though its gradient is not 0; the clip acts only
-    # with epochs_per_rollout above 1.
+    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1,
+    # though its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
     clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -911,8 +912,7 @@ def rows_that_learn(policy, batch, cfg, ref_model=None):
 
 @mechanics
 def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step that has n_tokens response tokens. Returns its loss and its
-    means over tokens. Where memory runs out, support/ calls it again with smaller microbatches."""
+    """Adds up the gradients of a step of n_tokens response tokens. Returns its loss and means."""
     sums = Counter()
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
@@ -1025,7 +1025,8 @@ class Run:
         if self.is_first:
             from torch.utils.tensorboard import SummaryWriter
             # What was logged after the checkpoint is dropped, since it will be logged again.
-            self.writer = SummaryWriter(self.folder, purge_step=self.state["step"] + 1)
+            first = self.state["step"] + (self.state["before"] is not None)
+            self.writer = SummaryWriter(self.folder, purge_step=first)
             (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
             (self.folder / "starter.py").write_bytes(Path(__file__).read_bytes())
 

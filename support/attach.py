@@ -35,12 +35,12 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
     rules.check_model(policy, tokenizer, problems, cfg)
     if cfg.lora_rank:
         ref_model = lora.add_adapters(policy, cfg)
+    if ranks.WORLD == 1:
+        fast.attach(policy, ref_model, problems, cfg)  # compares in float32
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
-    else:
-        fast.attach(policy, ref_model, problems, cfg)
     return ref_model
 
 

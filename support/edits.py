@@ -12,7 +12,7 @@ import starter
 SHIPPED = {
     "read_problems": "aedafcb45649",
     "rows_to_decode": "34c90c59c133",
-    "decode": "5f0f04df3934",
+    "decode": "fa3a88246e98",
     "token_statistics": "afbcd70ad311",
     "cut_microbatches": "b2b674a0b452",
 }

@@ -70,7 +70,8 @@ def free_gb(cfg):
         free, total = torch.cuda.mem_get_info(cfg.device)
         return (free - cfg.gpu_mem_util * total * (cfg.engine == "vllm")) / 1e9
     path = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", path.read_text() if path.is_file() else "")
+    text = path.read_text("utf-8") if path.is_file() else ""
+    found = re.search(r"MemAvailable:\s*(\d+) kB", text)
     return int(found[1]) * 1024 / 1e9 if found else math.inf
 
 

@@ -352,7 +352,7 @@ def text_with_all_mechanics_edited():
         if "mechanics" in map(ast.unparse, getattr(node, "decorator_list", ())):
             first = node.body[1 if ast.get_docstring(node) else 0]
             lines.insert(first.lineno - 1, f"    EDITED.add({node.name!r})")
-    lines.insert(lines.index("MECHANICS = {}"), "EDITED = set()")
+    lines.insert(lines.index("class InputError(ValueError):"), "EDITED = set()")
     return "\n".join(lines) + "\n"
 
 
