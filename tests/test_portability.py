@@ -58,7 +58,7 @@ def test_run_trains_saves_and_resumes_elsewhere(checkpoint, tmp_path, program, e
            and str(REPOSITORY) in line and "site-packages" not in line]
     assert own == []
     if "PYTHONIOENCODING" in environment:
-        assert "ok kl gradient matches enumeration" in done.stdout and done.stdout.isascii()
+        assert "ok: kl gradient matches enumeration" in done.stdout and done.stdout.isascii()
 
 
 def test_readme_and_sources_are_plain_text():
