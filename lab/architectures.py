@@ -59,9 +59,9 @@ def make_case(name, folder):
 def own_log_probs(model, r):
     """A Response -> (L, V) log-probs of its tokens by the model's own forward pass of this row
     alone, and (L,) those of the tokens that it has."""
-    ids = torch.tensor([[*r.prompt_ids, *r.response_ids]])
+    ids = torch.tensor([[*r.prompt_ids, *r.response_ids[:-1]]])
     logits = model(input_ids=ids, use_cache=False).logits[0].float()
-    log_probs = logits.log_softmax(dim=1)[len(r.prompt_ids) - 1:-1]
+    log_probs = logits.log_softmax(dim=1)[len(r.prompt_ids) - 1:]
     return log_probs, log_probs.gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
 
 

@@ -15,7 +15,8 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     """Adds "kl_per_token" and "kl_per_sequence" to the result. Prints what training has changed.
     Writes report.txt, kl_by_token.json and pictures into the run's folder."""
     cfg, state, n = run.cfg, run.state, len(problems.held_out)
-    run.optimizer.state.clear()  # room for the start model
+    run.optimizer.state.clear()  # room for a second model
+    wrong = fault_of_saved_model(policy, problems.held_out, run)
     kl = measure_kl(policy, ref_model, llm, problems.held_out, cfg)
     result |= {"kl_per_token": kl[0].mean().item(), "kl_per_sequence": kl[0].sum().item() / n}
     if not run.is_first:
@@ -41,6 +42,33 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     lines += [draw(tables, run), *advice(result, cfg)]
     print("\n".join(lines), flush=True)
     (run.folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    if wrong:
+        raise starter.RunStopped(wrong)
+
+
+@torch.no_grad()
+def fault_of_saved_model(policy, problems, run):
+    """Reads the saved model and compares it with the policy, on a few prompts. Returns what is
+    wrong with it, in a sentence, or ""."""
+    folder, cfg = run.folder / "model", run.cfg
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # until the first process has written it
+    try:
+        saved, _ = starter.init_policy(folder, cfg.device)
+        differences = []
+        for problem in problems[:4]:
+            ids = torch.tensor([problem["prompt_ids"]], device=cfg.device)
+            with torch.autocast(cfg.device.type, torch.bfloat16, enabled=cfg.bf16):
+                both = [model(input_ids=ids, use_cache=False).logits for model in (policy, saved)]
+            both = [logits.float().log_softmax(dim=2) for logits in both]
+            differences.append((both[0] - both[1]).abs().mean().item())
+        found = f"differs from the policy by {max(differences):.2g} nats"
+        is_right = max(differences) < (0.1 if cfg.bf16 else 1e-3)
+    except Exception as error:  # code and files of the model's authors
+        found = f"cannot be read ({' '.join(str(error).split())[:200]})"
+        is_right = False
+    kept = max(run.folder.glob("checkpoint_*.pt"), default="no checkpoint")
+    return "" if is_right else f"the saved model, {folder}, {found}; the weights are in {kept}"
 
 
 @torch.no_grad()

@@ -145,3 +145,17 @@ def test_advice_fits_the_outcome():
     assert "above 0.2 nats" in advice(kl=0.3)
     assert "to keep the other skills, set use_kl_penalty = True" in advice(sort=0.8)
     assert advice(solved=0.1, sort=0.2) == ""  # it collapsed: the penalty is not the first remedy
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda name, tensor: tensor * 1.2 if "norm" in name else tensor, "differs from the policy by"),
+    (lambda name, tensor: None if "norm" in name else tensor, "cannot be read .*do not hold")])
+def test_saved_model_that_is_not_the_policy_is_told_with_the_checkpoint(
+        checkpoint, tmp_path, monkeypatch, spoil, words):
+    real = starter.weights_of
+    monkeypatch.setattr(starter, "weights_of", lambda policy: (
+        (name, spoiled) for name, tensor in real(policy)
+        if (spoiled := spoil(name, tensor)) is not None))
+    with pytest.raises(starter.RunStopped, match=f"the saved model, .*model, {words}.*; the "
+                                                 "weights are in .*checkpoint_00000004_"):
+        starter.main(**settings(checkpoint, tmp_path))
