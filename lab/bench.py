@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lab.rows import REPOSITORY, append_rows, run_python, where, write_csv
 
-SIZES = {  # vocabulary None: that of the built-in model's tokenizer, 52
+SIZES = {  # vocabulary None: that of the built-in model's tokenizer, 58
     "S": dict(hidden=128, layers=4, heads=4, vocabulary=None, new_tokens=16),
     "M": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=16),
     "M-64": dict(hidden=384, layers=6, heads=6, vocabulary=None, new_tokens=64),
@@ -54,7 +54,7 @@ def qwen3_config(hidden, layers, heads, vocabulary=151_936, new_tokens=None, kv_
                  head_dim=None, intermediate=None, tied=True):
     from transformers import Qwen3Config
     return Qwen3Config(
-        vocab_size=vocabulary or 52, hidden_size=hidden,
+        vocab_size=vocabulary or 58, hidden_size=hidden,
         intermediate_size=intermediate or 2 * hidden, head_dim=head_dim or hidden // heads,
         num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads or heads // 2, tie_word_embeddings=tied,
