@@ -454,17 +454,11 @@ TABLES = {
     "trl_methods": lambda: plain_table("trl_methods", "method", {
         "reward": ("reward", 2), "raw_kl": ("raw KL", 3), "adapted_kl": ("adapted KL", 3),
         "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
-    "trl_cost": lambda: plain_table("trl_cost", "term", {
-        "seconds": ("seconds a step", 3), "time_ratio": ("of TRL, beta = 0", 2),
-        "gflops": ("GFLOPs a step", 2), "flops_ratio": ("of TRL, beta = 0", 2)}),
     "tinker": lambda: plain_table("tinker_runs", "method", {
         "reward_first": ("reward, first steps", 2), "reward_last": ("last steps", 2),
         "solved": ("solved", 2), "other_skills": ("other skills", 2),
         "kl_per_token": ("KL per token", 3), "beta_last": ("beta at the end", 2),
         "length_last": ("length", 1)}),
-    "tinker_cost": lambda: plain_table("tinker_cost", "way", {
-        "gflop": ("GFLOP", 1), "gflop_ratio": ("against ppo", 2), "seconds": ("s", 2),
-        "seconds_ratio": ("against ppo", 2)}),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 CONSOLES = {"off": [], "on": ["--use_kl_penalty"], "smollm2": ["--preset", "smollm2"]}
