@@ -530,7 +530,7 @@ def make_batch(responses, advantages, device):
         advantages = advantages[:, None]
     elif advantages.shape[1] > 1:  # from places in the response to columns
         place = (batch["response_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        advantages = advantages.cpu().gather(1, place.cpu())
+        advantages = advantages.to(device).gather(1, place)
     return batch | {"advantages": advantages.to(device)}
 
 

@@ -6,7 +6,6 @@ are in test_ranks.py, kills in lab/crash_test.py.
 import gc
 import importlib.util
 import itertools
-import random
 import sys
 from types import SimpleNamespace
 
@@ -142,18 +141,6 @@ def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
     vllm_cpu.init_vllm("model", 0, 64, 0.3, bf16=False)
     assert torch.set_num_threads is set_num_threads
     assert torch.get_num_threads() == n_threads
-
-
-def test_seed_of_a_step_seeds_the_generators_of_a_reward():
-    """Each step draws other numbers, and the same ones when it is repeated."""
-    import numpy
-
-    def drawn(purpose):
-        starter.seed_for(SimpleNamespace(seed=0), purpose)
-        return random.random(), numpy.random.rand(), torch.rand(()).item()
-
-    assert drawn(1) == drawn(1)
-    assert not set(drawn(1)) & set(drawn(2))
 
 
 @needs_vllm

@@ -133,23 +133,6 @@ def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     assert n_read == [6 * 12 + 3 * 8]  # responses, and each prompt once without its last token
 
 
-def test_edited_statistics_take_effect(monkeypatch):
-    """As of an entropy bonus, which takes the detach() away."""
-    def with_gradient(logits, labels, temperature, ref_logits=None):
-        log_p = starter.scale_logits(logits, temperature).log_softmax(dim=1)
-        return shipped(logits, labels, temperature)._replace(
-            entropy=-(log_p.exp() * log_p).sum(dim=1))
-
-    shipped = starter.statistics_of_logits
-    model = make_model(*FAMILIES["Qwen3"])
-    before = outputs(model, make_rows())[1]["lm_head.weight"]
-    monkeypatch.setattr(starter, "statistics_of_logits", with_gradient)
-    plain = outputs(model, make_rows())
-    assert (plain[1]["lm_head.weight"] - before).abs().max() > 0.1
-    assert "token_statistics" in attach(model)
-    assert_equal_outputs(outputs(model, make_rows()), plain)
-
-
 def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
     """Rows of 300 tokens take torch's fused attention, short ones do not."""
     model = make_model(*FAMILIES["Qwen3"])
@@ -160,15 +143,6 @@ def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
     for ours, plain in ((outputs(model, rows, None, True), rounded),
                         (outputs(model, make_rows(), None, True), outputs(model, make_rows()))):
         assert 0 < (ours[0] - plain[0]).abs().mean() < 0.05
-
-
-def test_gradient_checkpointing_changes_no_gradient():
-    model = make_model(*FAMILIES["Qwen3"])
-    ref_model = moved_copy(model)
-    expected = outputs(model, make_rows(), ref_model)
-    attach(model)
-    model.train().gradient_checkpointing_enable()
-    assert_equal_outputs(outputs(model, make_rows(), ref_model), expected)
 
 
 def peak_memory():
@@ -213,36 +187,6 @@ def test_microbatches_hold_every_row_once_within_the_budget():
 
 # --------------------------------------------------------------------------------------------------
 # Sampling
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_samples_the_tokens_of_the_plain_one_and_of_generate(family, monkeypatch):
-    """Prompts of different lengths, two of them equal; many at once, and few."""
-    model = make_model(*FAMILIES[family])
-    prompts = [random_ids(random.Random(n), n) for n in (1, 9, 4, 4)]
-    cases = [(0.9, 1), (0.9, 4), (0.0, 2)]  # temperature, group_size
-
-    cfg = settings(stop_token_ids=(1, 20), max_new_tokens=12)
-
-    def sample(temperature, group_size):
-        return starter.rollout_with_transformers(model, prompts, cfg, 3, group_size, temperature)
-
-    plain = [sample(*case) for case in cases]
-    greedy = model.generate(torch.tensor([prompts[1]]), max_new_tokens=12, do_sample=False,
-                            eos_token_id=[1, 20], pad_token_id=0)[0, 9:].tolist()
-    assert plain[2][2].response_ids == greedy
-    assert len({len(response.response_ids) for response in plain[1]}) > 2
-    own_attention = model.config._attn_implementation
-    starter.MECHANICS |= {"decode": fast.decode, "rows_to_decode": fast.rows_to_decode}
-    for tokens_at_once in (starter.TOKENS_AT_ONCE, 150):
-        monkeypatch.setattr(starter, "TOKENS_AT_ONCE", tokens_at_once)
-        for case, expected in zip(cases, plain):
-            for ours, theirs in zip(sample(*case), expected, strict=True):
-                assert ours._replace(log_probs=[]) == theirs._replace(log_probs=[])
-                assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
-    assert model.config._attn_implementation == own_attention  # as on a GPU
-    assert {"decode", "rows_to_decode"} < attach(model)
-    assert [r.response_ids for r in sample(0.9, 4)] == [r.response_ids for r in plain[1]]
-
 
 # --------------------------------------------------------------------------------------------------
 # Which models, and edits

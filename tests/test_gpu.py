@@ -1,5 +1,5 @@
 """What starter.py decides and tells vLLM on a GPU. None is there: torch.cuda and vLLM are stood in
-for. tests/test_other_device.py has whole runs."""
+for."""
 import inspect
 import sys
 from types import SimpleNamespace
@@ -75,3 +75,23 @@ def test_cut_by_the_size_of_the_cache_changes_no_token(tmp_path, monkeypatch, to
     assert [r.response_ids for r in cut] == [r.response_ids for r in whole]
     rows = list(starter.rows_to_decode.__wrapped__([[3, 4]] * 9, 5))
     assert max(map(len, rows)) == {1: 1, 16: 2}[tokens_at_once]
+
+
+def test_every_tensor_of_a_step_is_on_the_policys_device():
+    """On the device "meta" tensors have no numbers, and torch refuses to mix them with others."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    with torch.device("meta"):
+        policy = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2))
+    responses = [starter.Response([1, 2], [3] * n, [-1.0] * n, True) for n in (1, 4)]
+    for advantages in (torch.ones(2), torch.ones(2, 4)):
+        batch = starter.make_batch(responses, advantages, policy.device)
+        assert {tensor.device.type for tensor in batch.values()} == {"meta"}
+    cfg = starter.cfg_with(max_new_tokens=4)
+    uniform = torch.zeros(2, 1, device="meta")
+    decoder = starter.decode.__wrapped__(policy, [[1, 2], [1, 2]], cfg)
+    for tokens in (None, *2 * [torch.zeros(2, 1, dtype=torch.long, device="meta")]):
+        with torch.no_grad():
+            drawn = starter.draw_tokens(decoder.send(tokens), uniform, 1.0)
+        assert {x.device.type for x in drawn} == {"meta"}

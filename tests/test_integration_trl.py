@@ -97,16 +97,6 @@ def test_options_have_the_defaults_of_starter():
     assert settings_with() is None and given["kl_target"] == 0.1
 
 
-def test_each_rule_of_starter_is_available_alone_and_combined(monkeypatch):
-    monkeypatch.setitem(starter.TERM_RULES, "half", lambda kl, lengths, s: kl / 2)  # a new one
-    for rule in (*starter.TERM_RULES, *starter.COEFFICIENT_RULES):
-        assert settings_with(kl_adaptation_method=rule).adaptation == rule
-        other = "dynamic" if rule in starter.TERM_RULES else "sigmoid"
-        assert settings_with(kl_adaptation_method=f"{rule}+{other}").rule_among([rule]) == rule
-    one = torch.ones(1, 1)
-    assert settings_with(kl_adaptation_method="half").adapted(one, one) == 0.5
-
-
 @pytest.mark.parametrize("options, named", [
     (dict(beta=0.0, kl_adaptation_method="clip"), "beta = 0.0"),
     (dict(loss_type="cispo", kl_adaptation_method="clip"), "loss_type = 'cispo'"),

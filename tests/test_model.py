@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 import starter
-from conftest import make_tokenizer, save_checkpoint, small_sums
+from conftest import make_tokenizer, save_checkpoint
 
 import torch
 
@@ -40,24 +40,6 @@ def test_head_multiplies_in_float32_under_autocast(policy):
     with torch.autocast("cpu", torch.bfloat16):
         logits = policy.lm_head(hidden)
     assert torch.equal(logits, hidden @ policy.lm_head.weight.T)
-
-
-def test_prompts_are_chats_that_end_with_the_generation_prompt(policy):
-    problems = [{"prompt": "make 3: 1 2"}, {"prompt": [{"role": "user", "content": "a"}]}]
-    cfg = starter.cfg_with(task=small_sums, max_new_tokens=8)
-    found = starter.with_prompt_ids(problems, policy, TOKENIZER, cfg)
-    assert [problem["prompt_ids"] for problem in found] == [
-        TOKENIZER(f"<|user|>{text}<|assistant|>")["input_ids"] for text in ("make 3: 1 2", "a")]
-    assert [problem["prompt"] for problem in found] == [problem["prompt"] for problem in problems]
-
-
-def test_prompts_that_do_not_fit_into_the_context_are_left_out(policy, capsys):
-    """The context has 256 tokens, the chat template takes 2 and the response 8 of them."""
-    problems = [{"prompt": n * "a"} for n in (246, 247, 1)]
-    cfg = starter.cfg_with(task=small_sums, max_new_tokens=8)
-    found = starter.with_prompt_ids(problems, policy, TOKENIZER, cfg)
-    assert [len(problem["prompt"]) for problem in found] == [246, 1]
-    assert "1 of 3 prompts are left out" in capsys.readouterr().out
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(policy):

@@ -1,15 +1,12 @@
 """The reward: right answers solve, wrong ones do not, and no text does any harm."""
 import itertools
 import math
-import re
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 import starter
 from starter import Response
-from support import tasks
 
 import torch
 from conftest import make_tokenizer
@@ -52,19 +49,6 @@ EXPRESSIONS = strategies.recursive(
     lambda inner: (strategies.builds("({})".format, inner) | strategies.builds("-{}".format, inner)
                    | strategies.builds("{}{}{}".format, inner, strategies.sampled_from(
                        [*"+-*/", " + ", " * ", "**", "//", " "]), inner)), max_leaves=30)
-
-
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=500)
-@hypothesis.given(EXPRESSIONS | strategies.text("357()+-*/ ", max_size=12))
-def test_arithmetic_agrees_with_python_on_exact_fractions(text):
-    value = None
-    if len(text) <= 200 and not re.search(r"\*\*|//|(^|[(+*/-]) *\+", text):
-        try:
-            value = eval(re.sub(r"(\d+)", r"Fraction(\1)", text.strip()))  # noqa: S307
-        except (SyntaxError, TypeError, ZeroDivisionError):
-            pass
-    used = [int(number) for number in re.findall(r"\d+", text)]
-    assert tasks.arithmetic(text) == ((value, used) if isinstance(value, Fraction) else None)
 
 
 # --------------------------------------------------------------------------------------------------

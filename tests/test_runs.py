@@ -472,47 +472,6 @@ def test_no_reference_is_in_memory_without_the_penalty(checkpoint, tmp_path):
     assert "train/kl_penalty" not in scalars(result["run_folder"])
 
 
-@both
-def test_truncated_responses_can_be_left_out_of_the_loss(checkpoint, tmp_path, kind):
-    """Only tokens of responses that ended by themselves have a weight, and their weights add up as
-    if there were no others. A step without such tokens changes nothing."""
-    real_rollout, real_choice = starter.rollout, starter.rows_that_learn
-    sampled, weights = {}, []
-
-    def rollout(policy, llm, prompts, cfg, purpose, *others):
-        responses = real_rollout(policy, llm, prompts, cfg, purpose, *others)
-        sampled[purpose] = [r._replace(finished=purpose == 1 and i % 3 == 0)
-                            for i, r in enumerate(responses)]
-        return sampled[purpose]
-
-    def choice(policy, batch, *others):
-        weights.append(batch["weights"])
-        return real_choice(policy, batch, *others)
-
-    with mock.patch.multiple(starter, rollout=rollout, rows_that_learn=choice):
-        result = run(kind, **settings(
-            checkpoint, tmp_path, n_train_steps=2, mask_truncated=True, loss_average="grpo",
-            use_kl_penalty=True, kl_coef=0.1, save_every=1))
-    finished = [r for r in sampled[1] if r.finished]
-    counted = (weights[0] > 0).sum(dim=1).tolist()
-    assert sorted(filter(None, counted)) == sorted(len(r.response_ids) for r in finished)
-    assert weights[0].sum() == pytest.approx(len(finished) / ROLLOUT) and weights[1].sum() == 0
-    grad_norm = scalars(result["run_folder"])["train/grad_norm"]
-    assert grad_norm[1] > 0 == grad_norm[2]
-
-
-@slow
-@pytest.mark.parametrize("changes", [
-    dict(), dict(kl_estimator="exact", kl_in="loss_to_go"), dict(kl_estimator="k1", kl_in="reward"),
-    dict(kl_adaptation_method="clip_sound")], ids=str)
-def test_strong_penalty_of_any_kind_keeps_the_policy_near(checkpoint, tmp_path, changes):
-    given = settings(checkpoint, tmp_path, n_train_steps=12, learning_rate=3e-3, warmup_steps=0,
-                     use_kl_penalty=True)
-    weak, strong = (scalars(run("alone", **given, **changes, kl_coef=coef)["run_folder"])
-                    ["train/kl_per_token"][12] for coef in (1e-6, 5.0))
-    assert strong < 0.6 * weak
-
-
 @slow
 def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
     result = starter.main(model_id="tiny", n_train_steps=30, eval_every=0, n_eval_problems=200,
