@@ -67,16 +67,11 @@ RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
 SWEEPS = {
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [*COEFFICIENTS, *ESTIMATORS, *METHODS],
-    "engines": [{}, dict(engine="vllm")],
     "recipes": [*RECIPES, *(settings | ON for settings in RECIPES),
                 ON | dict(recipe="moving_reference")],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
-    "smollm2_trials": [SHORT | changes for changes in (
-        {}, dict(learning_rate=1e-5), dict(learning_rate=5e-5), dict(group_size=4),
-        dict(group_size=16), dict(max_new_tokens=8), dict(max_new_tokens=16),
-        dict(rollout_batch_size=64, n_train_steps=40))],
     "smollm2_explosion": [settings | dict(learning_rate=rate) for rate in (2e-4, 1e-3)
                           for settings in (REPORTED | dict(kl_gradient="as_written"), REPORTED,
                                            EXPLODING)],

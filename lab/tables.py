@@ -121,17 +121,6 @@ def penalty_table():
                   "largest fall of a skill, any seed"], lines)
 
 
-def learning_table():
-    """The same, seed by seed."""
-    lines = [[penalty_name(settings), row["seed"],
-              *(f"{100 * float(row[name]):.1f}" for name in ("solved_before", "solved_after")),
-              f"{100 * other_skills(row):.1f}", f"{100 * largest_fall(row):.1f}",
-              row["kl_per_token"], row["seconds"]]
-             for settings, rows in runs_of("learning", sweep.SWEEPS["learning"]) for row in rows]
-    return table(["KL penalty", "seed", "solved before, %", "after, %", "other skills, %",
-                  "largest fall of one skill, points", "KL per token", "training, s"], lines)
-
-
 def coefficient_table():
     groups = runs_of("kl", sweep.COEFFICIENTS)
     skills = skills_of(groups[0][1][0])
@@ -174,14 +163,6 @@ def method_table():
     return table(["kl_adaptation_method", "KL", *MEASURED, "beta at the end", "length"], lines)
 
 
-def engine_table():
-    """Solved after training, KL penalty off, seed by seed, with either engine."""
-    lines = [[settings.get("engine", "transformers"),
-              *(f"{100 * share:.1f}" for share in numbers(rows, "solved_after"))]
-             for settings, rows in runs_of("engines", sweep.SWEEPS["engines"])]
-    return table(["engine", *(f"solved, seed {seed}" for seed in range(len(lines[0]) - 1))], lines)
-
-
 def recipe_table():
     lines = []
     for (key,), rows in grouped(read_csv("recipes"), "settings").items():
@@ -211,30 +192,6 @@ def smollm2_table():
     return table(["what learns", "kl_coef", "seeds", "solved, %", "KL per token",
                   "KL per response", "English, nats per token more", "questions kept, %",
                   "same tokens, %", "s a step", "peak memory, GB"], lines)
-
-
-def seconds_until(row, goal):
-    """Seconds of training until the mean reward of five steps reaches the goal, in a list; [] where
-    it does not."""
-    rewards = curve(row, "reward")
-    for i in range(5, len(rewards) + 1):
-        if statistics.mean(rewards[i - 5:i]) >= goal:
-            return [i / len(rewards) * float(row["seconds"])]
-    return []
-
-
-def trial_table(goal=0.6):
-    first = sweep.SWEEPS["smollm2_trials"][0]
-    lines = []
-    for settings, rows in runs_of("smollm2_trials", sweep.SWEEPS["smollm2_trials"]):
-        changes = ", ".join(f"`{name} = {value}`" for name, value in settings.items()
-                            if first.get(name) != value)
-        seconds = [x for row in rows for x in seconds_until(row, goal)]
-        lines.append([changes or "the preset", f"{len(seconds)} of {len(rows)}", spread(seconds),
-                      per_cent(numbers(rows, "solved_after")),
-                      spread(numbers(rows, "s_per_step"), 1)])
-    return table(["changed", f"seeds that reach {goal:.0%}", f"seconds until {goal:.0%}",
-                  "solved, %", "s a step"], lines)
 
 
 def smollm2_explosion_table():
@@ -439,9 +396,9 @@ RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "90 % 
         "not reached by starter.py and TRL"]
 RACE_FINAL = ["side", "seeds", "solved at the end, %", "standard error"]
 TABLES = {
-    "penalty": penalty_table, "learning": learning_table, "coefficients": coefficient_table,
-    "estimators": estimator_table, "methods": method_table, "engines": engine_table,
-    "recipes": recipe_table, "smollm2": smollm2_table, "smollm2_trials": trial_table,
+    "penalty": penalty_table, "coefficients": coefficient_table,
+    "estimators": estimator_table, "methods": method_table,
+    "recipes": recipe_table, "smollm2": smollm2_table,
     "smollm2_explosion": smollm2_explosion_table,
     "gradients": gradient_table, "values": value_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table, "rule_numbers": rule_table,
@@ -454,11 +411,6 @@ TABLES = {
     "trl_methods": lambda: plain_table("trl_methods", "method", {
         "reward": ("reward", 2), "raw_kl": ("raw KL", 3), "adapted_kl": ("adapted KL", 3),
         "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
-    "tinker": lambda: plain_table("tinker_runs", "method", {
-        "reward_first": ("reward, first steps", 2), "reward_last": ("last steps", 2),
-        "solved": ("solved", 2), "other_skills": ("other skills", 2),
-        "kl_per_token": ("KL per token", 3), "beta_last": ("beta at the end", 2),
-        "length_last": ("length", 1)}),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 CONSOLES = {"off": [], "on": ["--use_kl_penalty"], "smollm2": ["--preset", "smollm2"]}

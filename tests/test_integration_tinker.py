@@ -13,7 +13,7 @@ from tinker import types
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 import starter
-from integrations import example_tinker, tinker_kl
+from integrations import tinker_kl
 from integrations.tinker_local import LocalServiceClient, LocalTrainingClient
 from starter import InputError, KLSettings
 
@@ -299,22 +299,3 @@ def test_controller_goes_on_from_its_state():
 def test_mistake_gets_one_sentence(call, message):
     with pytest.raises(InputError, match=message):
         call()
-
-
-def test_constant_switches_to_the_real_service(monkeypatch):
-    monkeypatch.setattr(tinker, "ServiceClient", lambda: "the real one")
-    assert example_tinker.make_service("Qwen/Qwen3-8B") == "the real one"
-
-
-@pytest.mark.slow
-def test_example_learns_and_equals_ppo_at_kl_coef_0(monkeypatch):
-    """The reward rises, the penalty lowers the KL, and kl_coef = 0 through the custom loss gives
-    the weights of the built-in "ppo" to the bit."""
-    monkeypatch.setattr(example_tinker.examples, "other_skills", lambda: [])
-    cfg = example_tinker.Settings(n_steps=10, n_eval=25)
-    rows, clients = zip(*(asyncio.run(example_tinker.train(name, cfg))
-                          for name in list(example_tinker.METHODS)[:3]))
-    assert rows[0]["reward_last"] > rows[0]["reward_first"] + 0.05
-    ppo, zero = (client.model.parameters() for client in clients[:2])
-    assert all(torch.equal(a, b) for a, b in zip(ppo, zero))
-    assert rows[2]["kl_per_token"] < 0.8 * rows[0]["kl_per_token"]
