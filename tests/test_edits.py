@@ -344,23 +344,19 @@ def test_edit_takes_effect(outcomes, name, with_support):
         assert on.logged["train/reward_mean"] == on.logged["train/response_length"]
 
 
-def text_with_all_mechanics_edited():
+def run_with_all_mechanics_edited(checkpoint, folder):
     """Every function that is marked @mechanics notes its name in EDITED when it is called."""
     text = edited_text({}, None)
-    lines = text.splitlines()
+    lines = text.splitlines(keepends=True)
     for node in reversed(ast.parse(text).body):
         if "mechanics" in map(ast.unparse, getattr(node, "decorator_list", ())):
             first = node.body[1 if ast.get_docstring(node) else 0]
-            lines.insert(first.lineno - 1, f"    EDITED.add({node.name!r})")
-    lines.insert(lines.index("class InputError(ValueError):"), "EDITED = set()")
-    return "\n".join(lines) + "\n"
-
-
-def run_with_all_mechanics_edited(checkpoint, folder):
+            lines.insert(first.lineno - 1, f"    EDITED.add({node.name!r})\n")
+    lines.insert(lines.index("class InputError(ValueError):\n"), "EDITED = set()\n")
+    copy = write_copy(Path(folder) / "copy", "".join(lines), True)
     problems = [{"prompt": f"add {a} {a}", "answer": str(2 * a)} for a in range(40)]
     path = Path(folder) / "sums.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)), "utf-8")
-    copy = write_copy(Path(folder) / "copy", text_with_all_mechanics_edited(), True)
     starter, _, _ = train(checkpoint, copy, task=str(path))
     return sorted(starter.EDITED)
 

@@ -5,14 +5,15 @@ are in test_ranks.py, kills in lab/crash_test.py.
 """
 import gc
 import importlib.util
-import itertools
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import save_checkpoint, scalars, settings
-from lab.crash_test import noisy_variety, outcome, sums
+from conftest import save_checkpoint, scalars
+from lab.crash_test import outcome, sums
+from test_runs import Killed, at_call, die, full_settings
 
 import starter
 
@@ -76,21 +77,13 @@ def largest_difference(policy, responses, temperature=1.0):
     return (ours - batch["rollout_log_probs"]).abs().max().item()
 
 
-class KeepsItsCache:
-    """An engine whose prefix cache cannot be dropped."""
-    def collective_rpc(self, function, args=()):
-        pass
-
-    def reset_prefix_cache(self):
-        return False
-
-
 def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache():
+    llm = mock.Mock(**{"reset_prefix_cache.return_value": False})
     functions = [starter.load_policy_into_vllm_instance.__wrapped__]
     functions += [vllm_cpu.load_policy_into_vllm_instance] if vllm_cpu else []
     for load_policy in functions:
         with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
-            load_policy(torch.nn.Linear(2, 2), KeepsItsCache())
+            load_policy(torch.nn.Linear(2, 2), llm)
 
 
 class AnswersInOrder:
@@ -195,32 +188,17 @@ def test_samples_depend_on_prompt_and_seed_alone(cpu_mechanics, checkpoint, monk
 
 
 def vllm_settings(checkpoint, folder, **changes):
-    """A run in which every state matters: moments, controller, reference, random numbers in the
-    reward, old log-probs, the prefix cache."""
-    return settings(checkpoint, folder / "runs", **dict(
-        engine="vllm", task=sums, reward=noisy_variety, n_train_steps=6, save_every=2, eval_every=3,
-        epochs_per_rollout=2, max_tokens_per_microbatch=400, use_kl_penalty=True, kl_coef=0.1,
-        kl_adaptation_method="target_sound") | changes)
-
-
-class Killed(BaseException):
-    """Stands for kill -9 inside this process: no handler may catch it."""
+    """A run in which every state matters, the prefix cache included."""
+    return full_settings(checkpoint, folder, **dict(
+        engine="vllm", task=sums, max_tokens_per_microbatch=400) | changes)
 
 
 @needs_vllm
-def test_killed_run_with_vllm_ends_with_the_same_bits(checkpoint, tmp_path, monkeypatch, capsys):
+def test_killed_run_with_vllm_ends_with_the_same_bits(checkpoint, tmp_path, capsys):
     starter.main(**vllm_settings(checkpoint, tmp_path / "undisturbed"))
     gc.collect()
-    calls = itertools.count(1)
-    advantages = starter.compute_group_normalized_advantages  # once in each step
-
-    def killed_in_step_4(*args):
-        if next(calls) == 4:
-            raise Killed
-        return advantages(*args)
-
-    monkeypatch.setattr(starter, "compute_group_normalized_advantages", killed_in_step_4)
-    with pytest.raises(Killed):
+    in_step_4 = at_call(starter, "compute_group_normalized_advantages", 4, die)
+    with in_step_4, pytest.raises(Killed):
         starter.main(**vllm_settings(checkpoint, tmp_path / "killed"))
     gc.collect()
     starter.main(**vllm_settings(checkpoint, tmp_path / "killed", resume=True))

@@ -24,6 +24,7 @@ pytest.importorskip("support.ranks")
 import safetensors.torch
 from conftest import save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
+from test_runs import Killed
 
 import starter
 from support import ranks
@@ -49,34 +50,25 @@ if importlib.util.find_spec("vllm"):
               "vLLM, adapters": ({}, CASES["adapters"][1] | dict(engine="vllm"))}
 
 
-class Killed(BaseException):
-    """Stands for kill -9 inside a process: no handler may catch it."""
-
-
 def equal(text, problem):
     return 0.5
 
 
-def act(name):
-    """What becomes of a process in the middle of a run."""
-    if name == "killed":
-        raise Killed
-    if name == "interrupted" and ranks.RANK == 1:
-        os.kill(os.getpid(), signal.SIGINT)
-    if name == "fails" and ranks.RANK == 1:
-        raise ZeroDivisionError
-
-
 def reward_named(name):
-    """Returns `equal`, two rewards, or `variety` with an act at the first response of step 3. Of 10
-    held-out problems and 16 responses, evaluated before and after step 2, each process scores half.
-    """
+    """Returns `equal`, two rewards, or `variety`, with what becomes of a process at the first
+    response of step 3. Of 10 held-out problems and 16 responses, evaluated before and after step 2,
+    each process scores half."""
     calls = itertools.count(1)
 
     @functools.wraps(variety)
     def reward(text, problem):
-        if next(calls) == 5 + 8 + 8 + 5 + 1:
-            act(name)
+        is_now = next(calls) == 5 + 8 + 8 + 5 + 1
+        if is_now and name == "killed":
+            raise Killed
+        if is_now and name == "interrupted" and ranks.RANK == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if is_now and name == "fails" and ranks.RANK == 1:
+            raise ZeroDivisionError
         return variety(text, problem)
 
     return {"equal": equal, "two": [(variety, 1.0), (equal, 0.5)]}.get(name, reward)

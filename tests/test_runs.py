@@ -137,14 +137,12 @@ def test_run_depends_on_its_seed_and_not_on_global_generators(checkpoint, tmp_pa
     assert outcome(tmp_path / "other") != undisturbed("alone")
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut"])
-def test_damaged_checkpoint_gives_way_to_the_one_before(checkpoint, tmp_path, undisturbed, capsys,
-                                                        damage):
+def test_damaged_checkpoint_gives_way_to_the_one_before(checkpoint, tmp_path, undisturbed, capsys):
     kill("alone", checkpoint, tmp_path, at_call(starter, "log_train", 6, die))
     newest = max(tmp_path.glob("runs/*/checkpoint_*.pt"))
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
-    newest.write_bytes(content if damage == "flip" else content[:len(content) // 2])
+    newest.write_bytes(content)
     resume("alone", checkpoint, tmp_path)
     printed = capsys.readouterr().out
     assert f"Warning: {newest} is damaged; going back to the checkpoint before it\n" in printed
@@ -160,11 +158,9 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     def send():
         os.kill(os.getpid(), number)
 
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with at_call(starter, "rows_that_learn", 3, send), pytest.raises(SystemExit) as ended:
         run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
     assert ended.value.code == status
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     printed = capsys.readouterr().out
     assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
     assert steps_in(printed) == [1, 2, 3] and steps_in(printed, "Eval at step") == [0, 3]
@@ -179,22 +175,16 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
 
 
 def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path):
+    """The next Ctrl-C in a notebook must not only print that a dead run is to stop."""
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with at_call(starter, "rows_that_learn", 1, twice), pytest.raises(KeyboardInterrupt):
         run("alone", **full_settings(checkpoint, tmp_path))
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert steps_saved(tmp_path) == []
-
-
-def test_ctrl_c_belongs_to_the_caller_again_after_an_error(checkpoint, tmp_path):
-    """In a notebook the next Ctrl-C would otherwise only print that a dead run is to stop."""
-    before = signal.getsignal(signal.SIGINT)
-    with mock.patch.object(starter, "train", side_effect=RuntimeError), pytest.raises(RuntimeError):
-        run("alone", **settings(checkpoint, tmp_path))
-    after = signal.signal(signal.SIGINT, before)
-    assert after is before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,24 +238,20 @@ def test_run_that_failed_while_loading_leaves_no_folder(checkpoint, tmp_path):
 def test_settings_that_break_the_curve_are_refused_and_others_taken(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path / "runs", n_train_steps=1, use_kl_penalty=True)
     folder = run("support", **given)["run_folder"]
-    for name, value in dict(learning_rate=2e-3, group_size=8, kl_coef=0.2, kl_estimator="k1",
-                            seed=1, reward=noisy_variety, clip_range=(0.2, 0.3)).items():
+    changes = dict(learning_rate=2e-3, reward=noisy_variety, clip_range=(0.2, 0.3))
+    for name, value in changes.items():
         with pytest.raises(InputError, match=f"{name} = .* would break the curve of .*which began"):
             run("support", **given | {name: value, "resume": True, "n_train_steps": 2})
     config = json.loads((folder / "settings.json").read_text())
     del config["importance_cap"]  # of an older version: main() has got a parameter since
     (folder / "settings.json").write_text(json.dumps(config | {"gone": 1}))  # and lost one
-    seen = []
     real = starter.rows_that_learn
-
-    def note(policy, batch, cfg, *others):
-        seen.append(cfg.max_tokens_per_microbatch)
-        return real(policy, batch, cfg, *others)
-
-    with mock.patch.object(starter, "rows_that_learn", note):
+    with mock.patch.object(starter, "rows_that_learn", side_effect=real) as called:
         run("support", **given | dict(resume=True, n_train_steps=3, save_every=1, eval_every=1,
                                       max_tokens_per_microbatch=100))
-    assert seen == [100, 100] and steps_saved(tmp_path) == [2, 3]
+    given_cfgs = [call.args[2] for call in called.call_args_list]
+    assert [cfg.max_tokens_per_microbatch for cfg in given_cfgs] == [100, 100]
+    assert steps_saved(tmp_path) == [2, 3]
     assert list(scalars(folder)["eval/solved"]) == [0, 1, 2, 3]
 
 
@@ -323,25 +309,17 @@ def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Numbers that are not finite, rewards that raise
+# Numbers that are not finite
 
-def at_reward(place, broken):
-    """A reward like variety(), but broken(text, problem) at this call after the first evaluation,
-    counted from 0."""
+def test_reward_that_is_not_finite_skips_its_step(checkpoint, tmp_path, capsys):
+    """In step 3 one response gets no finite reward: that step moves nothing, and says so."""
     calls = itertools.count(-N_EVAL)
 
     def reward(text, problem):
-        return broken(text, problem) if next(calls) == place else variety(text, problem)
+        return math.nan if next(calls) == 2 * ROLLOUT + 5 else variety(text, problem)
 
-    return reward
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_reward_that_is_not_finite_skips_its_step(checkpoint, tmp_path, capsys, bad):
-    """In step 3 one response gets no finite reward: that step moves nothing, and says so."""
     result = run("alone", **full_settings(
-        checkpoint, tmp_path, n_train_steps=4, save_every=1, eval_every=0,
-        reward=at_reward(2 * ROLLOUT + 5, lambda text, problem: bad)))
+        checkpoint, tmp_path, n_train_steps=4, save_every=1, eval_every=0, reward=reward))
     logged = scalars(result["run_folder"])
     assert list(logged["train/skipped_steps"].values()) == [0, 0, 1, 1]
     assert [step for step, loss in logged["train/loss"].items() if not math.isfinite(loss)] == [3]
@@ -372,34 +350,21 @@ def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path):
     assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [0, 1, 1]
 
 
-@pytest.mark.parametrize("broken, error", [
-    (lambda text, problem: 1 / 0, ZeroDivisionError), (lambda text, problem: "1.0", TypeError),
-    (lambda text, problem: None, TypeError)], ids=["raises", "text", "None"])
-def test_reward_that_raises_shows_its_own_traceback_with_a_note(checkpoint, tmp_path, broken,
-                                                                error):
-    with pytest.raises(error) as raised:
-        run("alone", **settings(checkpoint, tmp_path, reward=at_reward(ROLLOUT + 3, broken)))
-    [note] = raised.value.__notes__
-    assert re.match(r"The reward got the text '.*' and the problem \{'prompt': 'add ", note)
-    if error is ZeroDivisionError:
-        assert raised.traceback[-1].path.name == "test_runs.py"
-
-
 # --------------------------------------------------------------------------------------------------
 # What a run computes, saves and logs
 
 def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_path):
     """Step n samples with the weights after step n - 1; what is logged at n has those after n."""
-    rollouts, seen = [], []
+    sampled, seen = [], []
     real = starter.rollout
 
     def rollout(policy, *others):
         weights = policy.get_input_embeddings().weight
-        rollouts.append((weights, weights.detach().clone()))  # as they are later, and now
+        sampled.append((weights, weights.detach().clone()))  # as they are later, and now
         return real(policy, *others)
 
     def watch(step, metrics, samples):
-        weights, when_sampled = rollouts[-1]
+        weights, when_sampled = sampled[-1]
         seen.append((step, metrics, samples, when_sampled, weights.detach().clone()))
 
     watch.report = lambda *given: None
@@ -407,9 +372,10 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
                               prepare=lambda policy, ref_model, *others: ref_model,
                               watch=lambda run: watch)
     with mock.patch.multiple(starter, find_support=lambda: support, rollout=rollout):
-        folder = starter.main(**settings(checkpoint, tmp_path, save_every=1, eval_every=2,
-                                         n_train_steps=3))["run_folder"]
+        result = starter.main(**settings(checkpoint, tmp_path, save_every=1, eval_every=2,
+                                         n_train_steps=3))
     assert [step for step, *_ in seen] == [0, 1, 2, 2, 3, 3]
+    assert result["before"] == seen[0][1] and result["after"] == seen[-1][1]
     after = {step: weights for step, *_, weights in seen}
     for step, metrics, samples, when_sampled, weights in seen:
         is_evaluation = "solved" in metrics
@@ -420,9 +386,9 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
         assert len(texts) == (N_EVAL if is_evaluation else ROLLOUT)
         assert list(rewards) == pytest.approx(list(map(variety, texts, texts)))
         assert metrics["reward_mean"] == pytest.approx(sum(rewards) / len(texts))
-    logged = scalars(folder)
+    logged = scalars(result["run_folder"])
     assert list(logged["eval/solved"]) == [0, 2, 3] and list(logged["train/loss"]) == [1, 2, 3]
-    for path in folder.glob("checkpoint_*.pt"):
+    for path in result["run_folder"].glob("checkpoint_*.pt"):
         saved = torch.load(path, weights_only=True)
         step = saved["state"]["step"]
         assert torch.equal(saved["model"]["model.embed_tokens.weight"], after[step])
@@ -440,17 +406,10 @@ def test_saved_model_equals_the_policy_buffers_included(tmp_path, kind):
     for name in buffers:
         model.get_buffer(name).uniform_(-0.1, 0.1)
     model.save_pretrained(checkpoint)
-    policies = []
-    real = starter.init_policy
-
-    def init_policy(*given):
-        policies.append(real(*given))
-        return policies[-1]
-
-    with mock.patch.object(starter, "init_policy", init_policy):
+    with mock.patch.object(starter, "train", side_effect=starter.train) as train:
         folder = run(kind, **settings(checkpoint, tmp_path, n_train_steps=2))["run_folder"]
     saved = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    trained = policies[0][0].state_dict()
+    trained = train.call_args.args[0].state_dict()  # of the policy
     assert saved.keys() == trained.keys() >= set(buffers) and buffers
     assert all(torch.equal(saved[name], trained[name]) for name in trained)
     assert not torch.equal(saved["lm_head.weight"], model.lm_head.weight)
