@@ -305,15 +305,21 @@ def scale_logits(logits, temperature):
     return logits if temperature in (0, 1) else logits / temperature  # 0: greedy, scored at 1
 
 
-def draw_tokens(logits, uniform, temperature):
-    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs. A token
-    is where the cumulative distribution passes the uniform number. vLLM draws by its own."""
-    probs = scale_logits(logits, temperature).softmax(dim=1)
+@mechanics
+def draw_from(probs, uniform):
+    """(B, V) probabilities, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens: where the cumulative
+    distribution passes the uniform number."""
     cumulative = probs.cumsum(dim=1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    tokens = tokens.clamp(max=logits.shape[1] - 1)
-    if temperature == 0:
-        tokens = probs.argmax(dim=1, keepdim=True)
+    return tokens.clamp(max=probs.shape[1] - 1)
+
+
+def draw_tokens(logits, uniform, temperature):
+    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs. vLLM
+    draws by its own."""
+    probs = scale_logits(logits, temperature).softmax(dim=1)
+    greedy = temperature == 0
+    tokens = probs.argmax(dim=1, keepdim=True) if greedy else draw_from(probs, uniform)
     return tokens, probs.gather(1, tokens).log()
 
 

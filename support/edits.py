@@ -11,6 +11,7 @@ import starter
 
 SHIPPED = {
     "read_problems": "aedafcb45649",
+    "draw_from": "3ae328c5981b",
     "rows_to_decode": "34c90c59c133",
     "decode": "fa3a88246e98",
     "token_statistics": "afbcd70ad311",

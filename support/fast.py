@@ -22,6 +22,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -300,6 +301,24 @@ def group_size_of(prompts):
     return math.gcd(*(len(list(equal)) for _, equal in groupby(prompts))) if prompts else 1
 
 
+def draw_from(probs, uniform, size=512):
+    """Like starter.draw_from. Looks first among blocks of tokens, then within one, since a running
+    sum over a vocabulary of 150,000 takes as long as the head."""
+    last = probs.shape[1] - 1
+    n_whole = probs.shape[1] // size
+    whole, rest = probs[:, :n_whole * size], probs[:, n_whole * size:]
+    blocks = [whole.unflatten(1, (n_whole, size)).sum(dim=2), rest.sum(dim=1, keepdim=True)]
+    ends = torch.cat(blocks, dim=1).cumsum(dim=1, dtype=torch.float64)
+    share = uniform * ends[:, -1:]
+    block = torch.searchsorted(ends, share, right=True).clamp(max=n_whole)
+    start = F.pad(ends, (1, 0)).gather(1, block)
+    tokens = block * size + torch.arange(size, device=probs.device)
+    inside = probs.gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, 0.0)
+    ends = start + inside.cumsum(dim=1, dtype=torch.float64)
+    share = share.minimum(ends[:, -1:].nextafter(start))  # the sum of the block was rounded
+    return block * size + torch.searchsorted(ends, share, right=True)
+
+
 def rows_to_decode(prompts, max_new_tokens):
     """Like starter.rows_to_decode. Prompts of different lengths come together, since each is held
     once and read without its responses."""
@@ -515,7 +534,7 @@ def keep_freed_memory():
 def mechanics_for(policy):
     """Gives the policy this file's attention. Returns the functions for starter.MECHANICS."""
     check_layers(policy)
-    functions = {"decode": decode, "token_statistics": token_statistics}
+    functions = {"decode": decode, "token_statistics": token_statistics, "draw_from": draw_from}
     if edits.is_shipped("decode"):  # another one may need prompts of one length
         functions["rows_to_decode"] = rows_to_decode
     if policy.device.type == "cpu":

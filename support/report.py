@@ -125,6 +125,7 @@ def advice(result, cfg):
 def log_hparams(result, run):
     """A row of TensorBoard's HPARAMS page. Its columns are the same for every run: each parameter
     that changes what is learnt, and the outcome."""
+    from torch.utils.tensorboard.summary import hparams
     settings = {}
     for name, value in run.settings.items():
         if name not in MAY_CHANGE or name == "n_train_steps":
@@ -133,7 +134,11 @@ def log_hparams(result, run):
     outcome = {f"outcome/{name}": value for name, value in result["after"].items()
                if name == "solved" or name.startswith("retention_")}
     outcome["outcome/kl_per_token"] = result["kl_per_token"]
-    run.log("add_hparams", settings, outcome, None, ".")
+    if run.writer is not None:  # `add_hparams` would begin a second file of events in the folder
+        for summary in hparams(settings, outcome):
+            run.writer.file_writer.add_summary(summary)
+        for name, value in outcome.items():
+            run.log("add_scalar", name, value, run.state["step"])
 
 
 def draw(tables, run):

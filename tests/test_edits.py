@@ -92,7 +92,7 @@ class Edit(NamedTuple):
 
 
 KL = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")
-AFTER_SOFTMAX = "    cumulative = probs.cumsum"
+AFTER_SOFTMAX = "    greedy = temperature == 0"
 
 EDITS = dict(
     entropy_bonus=Edit({
@@ -365,6 +365,6 @@ def run_with_all_mechanics_edited(checkpoint, folder):
 def test_edited_mechanics_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
     edited = in_new_process("test_edits", "run_with_all_mechanics_edited", tmp_path, REPOSITORY,
                             str(checkpoint), str(tmp_path))
-    assert edited == ["accumulate_gradients", "cut_microbatches", "decode", "log_train",
-                      "read_problems", "rollout_with_transformers", "rows_to_decode", "score",
-                      "token_statistics", "weights_of"]
+    assert edited == ["accumulate_gradients", "cut_microbatches", "decode", "draw_from",
+                      "log_train", "read_problems", "rollout_with_transformers",
+                      "rows_to_decode", "score", "token_statistics", "weights_of"]

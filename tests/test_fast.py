@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import starter
+import test_starter
 from starter import Response
 
 fast = pytest.importorskip("support.fast")
@@ -270,3 +271,9 @@ def test_comments_and_docstrings_are_no_edits(monkeypatch):
     shipped = fingerprint("def f(a):\n    return a + 1\n")
     same = fingerprint('def f(a):\n    "Adds."\n    # one\n    return (a +\n        1)  # one\n')
     assert same == shipped != fingerprint("def f(a):\n    return a + 2\n")
+
+
+@pytest.mark.parametrize("vocabulary", [5, 511, 512, 3001])
+def test_draw_from_inverts_the_cumulative_distribution(monkeypatch, vocabulary):
+    monkeypatch.setitem(starter.MECHANICS, "draw_from", fast.draw_from)
+    test_starter.test_draw_tokens_inverts_the_cumulative_distribution(vocabulary)
