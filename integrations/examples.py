@@ -1,4 +1,4 @@
-"""What example_trl.py and example_tinker.py share: problems, and tables of results."""
+"""What example_trl.py needs: problems, and tables of results."""
 import csv
 import statistics
 from pathlib import Path

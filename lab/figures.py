@@ -3,19 +3,12 @@
     python -m lab.figures                all of them
     python -m lab.figures learning race
 """
-import math
 import statistics
 import sys
 
 from lab import race, sweep
-from lab.rows import FIGURES, numbers, read_csv
-from lab.tables import curve, grouped, other_skills, runs_of
-
-
-def mean_curve(rows, name):
-    """The mean over seeds of a curve that has a value for every fifth step -> steps, values."""
-    means = [statistics.mean(values) for values in zip(*(curve(row, name) for row in rows))]
-    return range(5, 5 * len(means) + 1, 5), means
+from lab.rows import FIGURES, numbers
+from lab.tables import curve, other_skills, runs_of
 
 
 def mean_per_cent(rows, share):
@@ -73,38 +66,6 @@ def draw_frontier(plt):
     return figure
 
 
-def draw_methods(plt):
-    """KL and beta over the steps, for the methods that move beta."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
-    for settings, rows in runs_of("kl", [sweep.BASE, *sweep.METHODS]):
-        method = settings.get("kl_adaptation_method", "constant")
-        if method.startswith(("constant", "target", "dynamic")):
-            axes[0].plot(*mean_curve(rows, "kl"), label=method)
-            axes[1].plot(*mean_curve(rows, "beta"))
-    axes[0].legend(fontsize=7)
-    axes[0].set(xlabel="step", ylabel="KL, nats per token")
-    axes[1].set(xlabel="step", ylabel="beta", yscale="log")
-    return figure
-
-
-def draw_explosion(plt):
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-    groups = grouped(read_csv("kl_explosion")[::-1], "KL term")  # the first on top
-    for axis, (column, label) in zip(axes, (
-            ("largest gradient norm", "largest gradient norm, one point per seed"),
-            ("last KL per token", "KL at the end, nats per token"))):
-        for height, rows in enumerate(groups.values()):
-            for row in rows:
-                ended = not math.isfinite(float(row["last gradient norm"]))
-                axis.plot(min(float(row[column]), 1e39), height, "o", alpha=0.6,
-                          color="tab:red" if ended else "tab:blue")
-        axis.set_xlabel(label)
-    axes[0].set_yticks(range(len(groups)), [name for name, in groups])
-    axes[0].set_xscale("log")
-    axes[1].set_title("red: ended by a gradient that was not finite", fontsize=8)
-    return figure
-
-
 def draw_race(plt):
     """Solved over the seconds of training, a line for each run."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
@@ -121,34 +82,7 @@ def draw_race(plt):
     return figure
 
 
-def draw_smollm2(plt):
-    """Learning curves; what was learnt and kept over the coefficient."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
-    groups = [(settings, rows) for settings, rows in runs_of("smollm2", sweep.SWEEPS["smollm2"])
-              if "lora_rank" not in settings]
-    for settings, rows in groups:
-        means = [100 * statistics.mean(step) for step in zip(*(curve(r, "reward") for r in rows))]
-        left.plot(range(1, len(means) + 1), means, label=settings.get("kl_coef", "off"))
-    left.set(xlabel="step", ylabel="right among the sampled, %")
-    left.legend(title="kl_coef", fontsize=7, title_fontsize=7)
-    [(_, off)] = groups[:1]
-    for name, label in (("solved_after", "additions solved"), ("questions_kept", "questions kept"),
-                        ("same_tokens", "same tokens")):
-        line, = right.plot([settings["kl_coef"] for settings, _ in groups[1:]],
-                           [100 * statistics.mean(numbers(rows, name)) for _, rows in groups[1:]],
-                           "o-", label=label, markersize=4)
-        right.axhline(100 * statistics.mean(numbers(off, name)), color=line.get_color(),
-                      linestyle=":")
-    right.set(xlabel="kl_coef (dotted: KL penalty off)", ylabel="%", xscale="log", ylim=(0, 102))
-    coefficients = [settings["kl_coef"] for settings, _ in groups[1:]]
-    right.set_xticks(coefficients, coefficients)
-    right.minorticks_off()
-    right.legend(fontsize=7)
-    return figure
-
-
-DRAWINGS = {"learning": draw_learning, "kl_frontier": draw_frontier, "kl_methods": draw_methods,
-            "kl_explosion": draw_explosion, "race": draw_race, "smollm2": draw_smollm2}
+DRAWINGS = {"learning": draw_learning, "kl_frontier": draw_frontier, "race": draw_race}
 
 
 def main(names):

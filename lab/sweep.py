@@ -62,7 +62,7 @@ TWICE = dict(epochs_per_rollout=2)
 # Some compare with starter.py at two epochs; some change nothing that this model learns.
 RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
            *(dict(recipe=path.stem) for path in sorted((REPOSITORY / "recipes").glob("*.patch"))
-             if path.stem not in ("wandb", "calculator", "distillation", "moving_reference"))]
+             if path.stem not in ("wandb", "moving_reference"))]
 
 SWEEPS = {
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],

@@ -39,7 +39,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     skills = Path(cfg.model_id) / "retention.jsonl"
     if skills.is_file():  # for whoever trains the saved model further
         shutil.copy(skills, run.folder / "model")
-    lines += [draw(tables, run), *advice(result, cfg)]
+    lines.append(draw(tables, run))
     print("\n".join(lines), flush=True)
     (run.folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
     if wrong:
@@ -106,20 +106,6 @@ def wilson_interval(share, n):
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / (1 + z * z / n)
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
-
-
-def advice(result, cfg):
-    """What the outcome of a run without a KL penalty suggests for the next one, in lines."""
-    before, after = result["before"], result["after"]
-    collapsed = after["solved"] < before["solved"] - 0.1  # then the learning rate comes first
-    forgot = any(after[name] < before[name] - 0.05 for name in after if "retention_" in name)
-    lines = []
-    if result["kl_per_token"] > 0.2 and not cfg.use_kl_penalty:
-        lines.append("the policy is far from the start, above 0.2 nats per token; a lower "
-                     "learning_rate or use_kl_penalty = True keeps it nearer")
-    if forgot and not collapsed and not cfg.use_kl_penalty:
-        lines.append("to keep the other skills, set use_kl_penalty = True (README_KL.md)")
-    return lines
 
 
 def log_hparams(result, run):

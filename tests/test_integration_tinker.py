@@ -2,6 +2,7 @@
 import asyncio
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 import starter
 from integrations import tinker_kl
-from integrations.tinker_local import LocalServiceClient, LocalTrainingClient
 from starter import InputError, KLSettings
 
 PROMPTS = [[1, 2, 3], [4, 1], [2, 2, 2, 2]]
@@ -45,24 +45,50 @@ class SmallModel(torch.nn.Module):
         return rows
 
 
-class SDKTrainingClient(tinker.TrainingClient):
-    """The package's own forward_backward_custom, whose requests a local model answers."""
+# The loss_fn_inputs of each built-in loss: the service takes all of them, and nothing else.
+LOSS_INPUTS = {"cross_entropy": {"target_tokens", "weights"},
+               "ppo": {"target_tokens", "logprobs", "advantages"}}
 
-    def __init__(self, local):
-        self.local = local
+
+class LocalTrainingClient(tinker.TrainingClient):
+    """The package's own client, whose requests a small model in this process answers. It sums the
+    loss over tokens, and adds the gradients of calls up, as the service does."""
+
+    def __init__(self):
+        self.model = SmallModel(1)
+        self.thread = ThreadPoolExecutor(max_workers=1)
         limits = SimpleNamespace(fwdbwd_max_chunk_len=2, fwdbwd_max_chunk_bytes_count=10**6)
         holder = SimpleNamespace(
             _client_config=limits, get_session_id=lambda: "session", get_telemetry=lambda: None,
             run_coroutine_threadsafe=lambda coroutine: AwaitableConcurrentFuture(
-                local.thread.submit(asyncio.run, coroutine)))
+                self.thread.submit(asyncio.run, coroutine)))
         super().__init__(holder, 0, "model", info=None)
+        self.requests = ThreadPoolExecutor(max_workers=1)
 
     def _run_fwd_bwd(self, requests, loss_fn, config, *, forward_only):
         data = [datum for request in requests for datum in request.data]
-        return self.local.submit(self.local._run, data, loss_fn, config, not forward_only)
+        return AwaitableConcurrentFuture(
+            self.requests.submit(self.answer, data, loss_fn, config, forward_only))
 
-
-CONTRACTS = {"stand-in": lambda client: client, "SDK": SDKTrainingClient}
+    def answer(self, data, loss_fn, config, forward_only):
+        total, outputs = 0.0, []
+        for datum in data:
+            assert set(datum.loss_fn_inputs) == LOSS_INPUTS[loss_fn]
+            given = {name: x.to_torch() for name, x in datum.loss_fn_inputs.items()}
+            logits = self.model(torch.tensor([datum.model_input.to_ints()])).logits[0]
+            row = logits.log_softmax(-1)[range(len(logits)), given["target_tokens"]]
+            outputs.append({"logprobs": types.TensorData.from_torch(row.detach())})
+            if loss_fn == "cross_entropy":
+                total = total - (row * given["weights"]).sum()
+                continue
+            ratio = torch.exp(row - given["logprobs"])
+            clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+            a = given["advantages"]
+            total = total - torch.minimum(ratio * a, clipped * a).sum()
+        if not forward_only:
+            total.backward()
+        return types.ForwardBackwardOutput(loss_fn_output_type="Local", loss_fn_outputs=outputs,
+                                           metrics={"loss:sum": total.item()})
 
 
 def tensors():
@@ -89,7 +115,7 @@ def padded(rows):
 # --------------------------------------------------------------------------------------------------
 # Values and gradients
 
-def test_loss_and_gradient_through_each_contract_equal_those_of_starter():
+def test_loss_and_gradient_through_the_sdk_equal_those_of_starter():
     _, old, ref, advantages = tensors()
     mask = padded([torch.ones(len(r), dtype=torch.bool) for r in RESPONSES])
     norms = set()
@@ -107,14 +133,13 @@ def test_loss_and_gradient_through_each_contract_equal_those_of_starter():
         loss_fn = functools.partial(
             tinker_kl.compute_grpo_kl_loss, kl_coef=0.5, kl=kl, advantages=advantages.tolist(),
             old_logprobs=[x.tolist() for x in old], ref_logprobs=[x.tolist() for x in ref])
-        for contract in CONTRACTS if rule == "none" else ["stand-in"]:
-            local = LocalTrainingClient(SmallModel(1), None)
-            result = CONTRACTS[contract](local).forward_backward_custom(
-                tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn).result(timeout=60)
-            found = torch.cat([p.grad.flatten() for p in local.model.parameters()])
-            wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
-            assert abs(result.metrics["loss:sum"] - expected[mask].sum().item()) < 1e-5, kl
-            assert (found - wanted).abs().max() < 1e-5, kl
+        local = LocalTrainingClient()
+        result = local.forward_backward_custom(
+            tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn).result(timeout=60)
+        found = torch.cat([p.grad.flatten() for p in local.model.parameters()])
+        wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert abs(result.metrics["loss:sum"] - expected[mask].sum().item()) < 1e-5, kl
+        assert (found - wanted).abs().max() < 1e-5, kl
         norms.add(round(found.norm().item(), 3))
     assert len(norms) > 20  # the terms differ by more than the bound above
 
@@ -168,30 +193,29 @@ def test_rule_added_to_starter_works_without_touching_the_integration(monkeypatc
 
 
 # --------------------------------------------------------------------------------------------------
-# The built-in "ppo", and the stand-in's rules.
+# The built-in "ppo", and what travels.
 
-def training_clients(n=1):
-    service = LocalServiceClient(SmallModel(), tokenizer=None)
-    return [service.create_lora_training_client("small").result() for _ in range(n)]
-
-
-@pytest.mark.parametrize("contract", CONTRACTS)
-def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit(contract):
+def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
     """Three steps on one rollout, so that ratios leave 1 and are clipped."""
     _, old, _, advantages = tensors()
     old, advantages = [x.tolist() for x in old], advantages.tolist()
-    built_in, custom, untrained = training_clients(3)
+    built_in, custom = LocalTrainingClient(), LocalTrainingClient()
     ppo_datums = tinker_kl.make_ppo_datums(PROMPTS, RESPONSES, old, advantages)
     loss_fn = functools.partial(tinker_kl.compute_grpo_kl_loss, kl_coef=0, advantages=advantages,
                                 old_logprobs=old)
+    optimizers = [torch.optim.AdamW(client.model.parameters(), 0.05)
+                  for client in (built_in, custom)]
     for _ in range(3):
         built_in.forward_backward(ppo_datums, "ppo", tinker_kl.ppo_loss_fn_config(0.2)).result()
-        result = CONTRACTS[contract](custom).forward_backward_custom(
+        result = custom.forward_backward_custom(
             tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn).result()
-        for client in (built_in, custom):
-            client.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert result.metrics["clip_frac"] > 0
-    for x, y, z in zip(*(client.model.parameters() for client in (built_in, custom, untrained))):
+    untrained = SmallModel(1)
+    for x, y, z in zip(*(model.parameters() for model in (
+            built_in.model, custom.model, untrained))):
         assert torch.equal(x, y) and not torch.equal(x, z)
 
 
@@ -210,44 +234,23 @@ def test_datums_hold_what_the_service_accepts_and_survive_the_wire_format():
             forward_backward_input=types.ForwardBackwardInput(data, loss_fn, config),
             model_id="m", seq_id=1))
         assert len(message.data) == 3
-        training_clients()[0].forward_backward(data, loss_fn, config).result()
+        LocalTrainingClient().forward_backward(data, loss_fn, config).result()
     assert dict(message.loss_fn_config) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
 
 
 def test_reference_logprobs_are_aligned_with_the_response():
+    """compute_logprobs is not shifted: entry t is about token t, and the first is None."""
     model = SmallModel()
-    client = LocalServiceClient(model, None).create_sampling_client(base_model="small").result()
-    found = asyncio.run(tinker_kl.compute_reference_logprobs(client, PROMPTS, RESPONSES))
+
+    class Client:
+        async def compute_logprobs(self, prompt):
+            ids = prompt.to_ints()
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            return [None, *(log_probs[t - 1, ids[t]].item() for t in range(1, len(ids)))]
+
+    found = asyncio.run(tinker_kl.compute_reference_logprobs(Client(), PROMPTS, RESPONSES))
     for row, expected in zip(found, model.response_log_probs()):
         torch.testing.assert_close(torch.tensor(row), expected.detach())
-
-
-def test_stand_in_refuses_what_the_service_refuses_and_adds_gradients_up():
-    data = tinker_kl.make_datums(PROMPTS, RESPONSES)
-    inputs = data[0].loss_fn_inputs
-    extra, short = (types.Datum(model_input=data[0].model_input, loss_fn_inputs=changed)
-                    for changed in ({**inputs, "ref_logprobs": torch.zeros(6)},
-                                    {**inputs, "weights": torch.zeros(2)}))
-    unused = lambda data, rows: (rows[0].sum(), {})  # noqa: E731
-    for call, message in [
-        (lambda c: c.forward_backward([extra], "cross_entropy"), "ref_logprobs"),
-        (lambda c: c.forward_backward(data, "ppo"), "advantages"),
-        (lambda c: c.forward_backward([short], "cross_entropy"), "shape"),
-        (lambda c: c.forward_backward(data, "cross_entropy", {"clip_low_threshold": 1}), "unknown"),
-        (lambda c: c.forward_backward_custom(data, unused), "No gradient"),
-        (lambda c: c.forward_backward([], "cross_entropy"), "No data"),
-    ]:
-        client, = training_clients()
-        with pytest.raises(ValueError, match=message):
-            call(client).result()
-        with pytest.raises(RuntimeError, match="failed"):
-            client.optim_step(types.AdamParams()).result()
-    once, twice = training_clients(2)
-    for client in (once, twice, twice):
-        client.forward_backward(data, "cross_entropy").result()
-    torch.testing.assert_close(twice.model.head.weight.grad, 2 * once.model.head.weight.grad)
-    once.optim_step(types.AdamParams()).result()
-    assert once.model.head.weight.grad is None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,15 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import make_tokenizer, save_checkpoint, scalars, settings, variety
+from conftest import scalars, settings, variety
 from forked import REPOSITORY, import_copy, import_once, in_new_process, run_all, write_copy
 
 pytestmark = pytest.mark.slow  # an edit of lines that a recipe changes is stopped by CI only
 RECIPES = REPOSITORY / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 TEXT = (REPOSITORY / "starter.py").read_text("utf-8")
-SAME_LINES = [{"cispo", "gspo"}, {"dynamic_sampling", "off_policy"},
-              {"distillation", "moving_reference"}]
+SAME_LINES = [{"cispo", "gspo"}, {"dynamic_sampling", "off_policy"}]
 
 
 def git_apply(name, folder):
@@ -63,7 +62,6 @@ def train_all(checkpoint, folders):
 def trained(checkpoint, tmp_path_factory):
     """{(recipe, with support/): (folder, outcome of training in it)}"""
     root = tmp_path_factory.mktemp("recipes")
-    save_checkpoint(root / "runs" / "earlier" / "model", seed=1)  # a teacher
     keys = list(itertools.product(NAMES, (False, True)))
     folders = [write_copy(root / f"{name}{support}", TEXT, support) for name, support in keys]
     for (name, _), folder in zip(keys, folders):
@@ -90,7 +88,7 @@ def test_recipe_trains_alike_with_and_without_support(name, trained):
 
 
 @pytest.mark.parametrize("name, changes, message", [
-    ("wandb", {}, "pip install wandb"), ("distillation", dict(lora_rank=8), "use lora_rank = 0"),
+    ("wandb", {}, "pip install wandb"),
     ("moving_reference", dict(lora_rank=8), "use lora_rank = 0")])
 def test_what_is_missing_is_said_in_a_sentence(name, changes, message, tmp_path, monkeypatch):
     module = load(name, tmp_path)
@@ -195,36 +193,3 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path)
     given = settings(checkpoint, tmp_path, n_train_steps=4, reward=reward)
     log = scalars(load("dynamic_sampling", tmp_path).main(**given)["run_folder"])
     assert sum(log["train/frac_zero_std"].values()) < 0.5  # else about 2 of 4
-
-
-def test_distillation_moves_the_policy_towards_the_teacher(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module = load("distillation", tmp_path)
-    given = settings(checkpoint, tmp_path / "out", n_train_steps=30, learning_rate=3e-3)
-    save_checkpoint(tmp_path / "runs" / "earlier" / "model", seed=1)
-    kl = [*scalars(module.main(**given)["run_folder"])["train/kl_per_token"].values()]
-    assert kl[-1] < 0.7 * kl[0]
-
-
-def test_calculator_answers_calls_and_its_tokens_are_masked(tmp_path, monkeypatch):
-    module = load("calculator", tmp_path)
-    tokenizer = make_tokenizer()
-    answers = [["so <calc>2 * 7</calc> cut off", "no call", "<calc>2+</calc>"], ["ok", "ok"]]
-    asked = []
-
-    def sample(policy, prompts, cfg, seed, group_size, temperature):
-        asked.append((prompts, seed))
-        ids = tokenizer(answers[len(asked) - 1], add_special_tokens=False)["input_ids"]
-        return [module.Response(prompts[i // group_size], own, [-1.0] * len(own), True)
-                for i, own in enumerate(ids)]
-
-    monkeypatch.setattr(module, "rollout_with_transformers", sample)
-    cfg = mock.Mock(seed=0, tokenizer=tokenizer)
-    responses = module.rollout(None, None, [[9, 9]], cfg, 1, 3, 1)
-    said = tokenizer.batch_decode([r.response_ids for r in responses])
-    assert said == ["so <calc>2 * 7</calc> = 14 ok", "no call", "<calc>2+</calc> = error ok"]
-    assert asked[1][0][0] == [9, 9, *responses[0].response_ids[:-2]] and asked[1][1] != asked[0][1]
-    batch = module.make_batch(responses, torch.zeros(3), "cpu")
-    for row, result in enumerate((" = 14 ", "", " = error ")):
-        learnt = tokenizer.decode(batch["labels"][row][batch["response_mask"][row]])
-        assert learnt == said[row].replace(result, "", 1)

@@ -135,18 +135,6 @@ def test_without_matplotlib_a_line_says_so(tmp_path):
     assert line == "no pictures: matplotlib is not installed" and not list(tmp_path.iterdir())
 
 
-def test_advice_fits_the_outcome():
-    def advice(kl=0.1, solved=0.6, sort=0.9, penalised=False):
-        result = {"before": dict(solved=0.3, retention_sort=0.9), "kl_per_token": kl,
-                  "after": dict(solved=solved, retention_sort=sort)}
-        return "".join(report.advice(result, SimpleNamespace(use_kl_penalty=penalised)))
-
-    assert advice() == advice(kl=0.3, sort=0.8, penalised=True) == ""
-    assert "above 0.2 nats" in advice(kl=0.3)
-    assert "to keep the other skills, set use_kl_penalty = True" in advice(sort=0.8)
-    assert advice(solved=0.1, sort=0.2) == ""  # it collapsed: the penalty is not the first remedy
-
-
 @pytest.mark.parametrize("spoil, words", [
     (lambda name, tensor: tensor * 1.2 if "norm" in name else tensor, "differs from the policy by"),
     (lambda name, tensor: None if "norm" in name else tensor, "cannot be read .*do not hold")])
