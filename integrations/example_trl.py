@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # TRL warns about what is chosen here
@@ -24,14 +25,15 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from integrations import examples
 from integrations.trl_kl import GRPOConfig, GRPOTrainer  # was: from trl import ...
 
 import starter
-from support.tasks import TINY
+from lab.rows import write_csv
+from support import tasks
 
 BETA = 0.3  # measured for the built-in model: README_KL.md
 STEPS = 60
+MAX_NEW_TOKENS = 16  # that the built-in model may say
 LAST = 10  # steps over which the table takes means
 
 # Two of the methods start from their example in the document: its thresholds suit this task better.
@@ -76,27 +78,30 @@ def make_trainer(output_dir, options, seed):
     dataset = Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem["prompt"]}],
          "numbers": problem["numbers"], "target": problem["target"]}
-        for problem in examples.small_countdown(10_000, False, seed)])
+        for problem in tasks.make_countdown(10_000, False, seed, **tasks.SMALL_COUNTDOWN)])
     settings = dict(
         output_dir=output_dir, max_steps=STEPS, seed=seed, beta=BETA, learning_rate=6e-4,
         lr_scheduler_type="constant_with_warmup", warmup_steps=10, adam_beta2=0.95,
         per_device_train_batch_size=64, num_generations=8,
-        max_completion_length=examples.MAX_NEW_TOKENS,
+        max_completion_length=MAX_NEW_TOKENS,
         use_cpu=not torch.cuda.is_available(), bf16=False, gradient_checkpointing=False,
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(tasks.TINY, dtype=torch.float32),
         args=GRPOConfig(**settings | options), reward_funcs=reward, train_dataset=dataset,
-        processing_class=AutoTokenizer.from_pretrained(TINY))
+        processing_class=AutoTokenizer.from_pretrained(tasks.TINY))
 
 
 def other_skills(model, tokenizer):
     """The share of held-out problems of skills that were not trained, solved greedily."""
-    problems = examples.other_skills()
-    cfg = SimpleNamespace(max_new_tokens=examples.MAX_NEW_TOKENS, bf16=False,
+    problems = starter.read_problems(Path(tasks.TINY, "retention.jsonl"))
+    texts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
+                                           tokenize=False, add_generation_prompt=True)
+             for problem in problems]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    cfg = SimpleNamespace(max_new_tokens=MAX_NEW_TOKENS, bf16=False,
                           stop_token_ids=(tokenizer.eos_token_id,))
-    responses = starter.rollout_with_transformers(
-        model, examples.prompt_ids_of(problems, tokenizer), cfg, seed=0, temperature=0.0)
+    responses = starter.rollout_with_transformers(model, prompts, cfg, seed=0, temperature=0.0)
     _, _, solved, _ = starter.score(responses, problems, tokenizer, starter.reward_fn)
     return solved.float().mean().item()
 
@@ -120,6 +125,17 @@ def run(method, seed):
             "seconds": time.perf_counter() - started}
 
 
+def table(rows):
+    """Rows of runs, which begin with method, seed, steps -> lines with the means over seeds."""
+    names = list(rows[0])[3:]
+    lines = [f"{'method':<32}" + "".join(f"{name:>13}" for name in names)]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of_method = [row for row in rows if row["method"] == method]
+        means = [statistics.mean(row[name] for row in of_method) for name in names]
+        lines.append(f"{method:<32}" + "".join(f"{mean:>13.4g}" for mean in means))
+    return lines
+
+
 def main(arguments):
     logging.disable_progress_bar()
     keep = "--save" in arguments
@@ -128,9 +144,9 @@ def main(arguments):
         for method in MORE_METHODS if keep else arguments or METHODS:
             rows.append(run(method, seed))
             print(f"{method}, seed {seed}: {rows[-1]['seconds']:.0f} s", flush=True)
-    print(*examples.table(rows), sep="\n")
+    print(*table(rows), sep="\n")
     if keep:
-        examples.save("trl_methods.csv", rows)
+        write_csv("trl_methods", rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ SHIPPED = {
     "rows_to_decode": "34c90c59c133",
     "decode": "fa3a88246e98",
     "token_statistics": "afbcd70ad311",
-    "cut_microbatches": "b2b674a0b452",
 }
 
 

@@ -60,45 +60,6 @@ def split_rows(rows):
     return Split(prompts, input_ids, mask.gather(1, places) & inside)
 
 
-def cut_microbatches(batch, max_tokens):
-    """Like starter.cut_microbatches, but counts a prompt once, and ends a microbatch before 8 %
-    of all so far would be padding, unless it or the rest is below max_tokens / 32: small
-    microbatches are slow."""
-    split = split_rows(batch)
-    mask = batch["response_mask"]
-    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    widths = (mask * columns).amax(dim=1)
-    lengths = (widths - (split.prompts >= 0).sum(dim=1)).clamp(min=1).tolist()
-    widths = widths.tolist()
-    prompts = [tuple(row) for row in split.prompts.tolist()]
-    prompt_width = split.prompts.shape[1]
-    small = max_tokens // 32
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    excess = 0.0  # padded tokens so far beyond the 8 %
-    microbatches = []
-    while order:
-        width = lengths[order[0]]
-        left = sum(lengths[row] for row in order)
-        n_rows, n_tokens = 0, 0
-        read = set()  # prompts of this microbatch
-        for row in order:
-            read.add(prompts[row])
-            padded = (n_rows + 1) * width
-            wasteful = excess + 0.92 * padded > n_tokens + lengths[row]
-            large = min(n_rows * width, left - n_tokens) >= small
-            too_large = padded + len(read) * prompt_width > max_tokens
-            if n_rows and (too_large or (wasteful and large)):
-                break
-            n_rows += 1
-            n_tokens += lengths[row]
-        taken = order[:n_rows]
-        widest = max([1, *(widths[row] for row in taken)])
-        microbatches.append(starter.take_rows(batch, taken, widest))
-        order = order[n_rows:]
-        excess += 0.92 * n_rows * width - n_tokens
-    return microbatches
-
-
 def hidden_after_prompts(model, prompts, input_ids):
     """(B, L) prompts padded on the right with -1, (B, T) ids that follow them -> (B, T, H) last
     hidden states. A prompt that rows have in common is read once, in one row with all that
@@ -539,8 +500,6 @@ def mechanics_for(policy):
         functions["rows_to_decode"] = rows_to_decode
     if policy.device.type == "cpu":
         policy.set_attn_implementation("starter")
-        if edits.is_shipped("token_statistics"):  # others read a prompt for each response
-            functions["cut_microbatches"] = cut_microbatches
     return functions
 
 

@@ -166,29 +166,6 @@ def test_log_probs_of_a_large_vocabulary_take_little_memory(tmp_path):
     assert 1e8 < in_new_process("test_fast", "peak_memory", tmp_path, REPOSITORY) < 1.2e9
 
 
-def test_microbatches_hold_every_row_once_within_the_budget():
-    """It counts the tokens of prompts, each once, and of responses with their padding."""
-    rng = random.Random(0)
-    for trial in range(30):
-        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
-        batch = make_rows(lengths, [rng.randint(1, 30) for _ in range(rng.randint(1, 6))], trial)
-        batch["row"] = torch.arange(len(lengths))[:, None]
-        max_tokens = rng.choice([1, 100, 400, 10_000])
-        found = []
-        for rows in fast.cut_microbatches(batch, max_tokens):
-            split = fast.split_rows(rows)
-            n_tokens = split.input_ids.numel() + split.prompts.unique(dim=0).numel()
-            assert n_tokens <= max_tokens or len(rows["labels"]) == 1
-            found += rows["row"][:, 0].tolist()
-            of_whole = starter.take_rows(batch, rows["row"][:, 0])
-            assert torch.equal(rows["labels"][rows["response_mask"]],
-                               of_whole["labels"][of_whole["response_mask"]])
-        assert sorted(found) == list(range(len(lengths)))
-
-
-# --------------------------------------------------------------------------------------------------
-# Sampling
-
 # --------------------------------------------------------------------------------------------------
 # Which models, and edits
 
@@ -249,7 +226,7 @@ def test_shipped_fingerprints_are_those_of_starter():
 
 
 @pytest.mark.parametrize("name, partner", [("decode", "rows_to_decode"),
-                                           ("token_statistics", "cut_microbatches")])
+                                           ("token_statistics", "token_statistics")])
 def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, capsys):
     """Nor is the one replaced that fits to the function of support/ alone."""
     def edited(*inputs):

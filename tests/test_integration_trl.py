@@ -338,7 +338,7 @@ def test_example_trains_and_fills_its_table(monkeypatch):
     from integrations import example_trl
     monkeypatch.setattr(example_trl, "STEPS", 3)
     rows = [example_trl.run(method, 0) for method in ("baseline", "dynamic+sigmoid")]
-    assert len(example_trl.examples.table(rows)) == 3
+    assert len(example_trl.table(rows)) == 3
     assert rows[0]["beta"] == example_trl.BETA and rows[0]["raw_kl"] == rows[0]["adapted_kl"]
     assert rows[1]["raw_kl"] > rows[1]["adapted_kl"] > 0
 

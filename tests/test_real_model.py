@@ -1,42 +1,11 @@
-"""The pretrained model of lab/real_model.py: its conversion, and a run with it where it was made.
-tests/test_lab.py has the rest; neither needs the wheel or the network."""
-import json
-
+"""The pretrained model of lab/real_model.py, where it was made; tests/test_lab.py has the rest."""
 import pytest
 
 import starter
 from conftest import save_checkpoint, scalars, settings
 
 import torch
-import transformers
 from lab import real_model
-
-
-def test_model_of_a_gguf_file_is_saved_as_an_ordinary_checkpoint(tmp_path, monkeypatch):
-    """save_pretrained refuses such a model until its config no longer says "quantised"."""
-    start = save_checkpoint(tmp_path / "start", family="Llama")
-
-    def from_gguf(load):
-        def from_pretrained(pretrained_model_name_or_path, gguf_file, **options):
-            loaded = load(pretrained_model_name_or_path, **options)
-            if hasattr(loaded, "config"):
-                loaded.config.quantization_config = {"quant_method": "gguf"}
-            return loaded
-
-        return from_pretrained
-
-    with monkeypatch.context() as patched:
-        for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-            patched.setattr(kind, "from_pretrained", from_gguf(kind.from_pretrained))
-        patched.setattr(real_model.importlib.util, "find_spec", lambda name: True)
-        real_model.convert(start / "model.gguf", tmp_path / "plain")
-    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-    (model, tokenizer), (saved, saved_tokenizer) = (
-        starter.init_policy(folder, "cpu") for folder in (start, tmp_path / "plain"))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(saved.state_dict()[name], weight), name
-    assert saved_tokenizer("make 12").input_ids == tokenizer("make 12").input_ids
-    assert saved.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
 def test_nats_per_token_is_the_mean_over_all_tokens(tmp_path):
