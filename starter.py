@@ -315,8 +315,7 @@ def draw_from(probs, uniform):
 
 
 def draw_tokens(logits, uniform, temperature):
-    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs. vLLM
-    draws by its own."""
+    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
     probs = scale_logits(logits, temperature).softmax(dim=1)
     greedy = temperature == 0
     tokens = probs.argmax(dim=1, keepdim=True) if greedy else draw_from(probs, uniform)
@@ -939,11 +938,10 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
     texts, rewards, solved, means = score(responses[:n], problems.held_out, tokenizer, cfg.reward)
     metrics = {"solved": solved.float().mean().item(), "reward_mean": rewards.mean().item(),
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n, **means}
-    if problems.skills:
-        _, _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn)
-        for skill in sorted({problem["skill"] for problem in problems.skills}):
-            of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
-            metrics[f"retention_{skill}"] = right[of_skill].float().mean().item()
+    _, _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn)
+    for skill in sorted({problem["skill"] for problem in problems.skills}):
+        of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
+        metrics[f"retention_{skill}"] = right[of_skill].float().mean().item()
     return metrics, list(zip(problems.held_out, texts, rewards.tolist()))
 
 
@@ -956,9 +954,8 @@ def log_train(run, step, metrics):
             f"| Reward: {metrics['reward_mean']:.3f} | Equal: {metrics['frac_zero_std']:.0%} "
             f"| Length: {metrics['response_length']:.1f} | {metrics['time/total']:.2f} s")
     if "kl_penalty" in metrics:
-        line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
-    if run.cfg.kl.rule_among(COEFFICIENT_RULES) and "adaptive_kl/current_beta" in metrics:
-        line += f" | beta: {metrics['adaptive_kl/current_beta']:.3g}"
+        line += (f" | KL penalty: {metrics['kl_penalty']:.4f} "
+                 f"| beta: {metrics['adaptive_kl/current_beta']:.3g}")
     print(line, flush=True)
 
 
@@ -1140,8 +1137,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             group["lr"] = learning_rate
         sums = Counter()
         for epoch in range(cfg.epochs_per_rollout):
-            means = accumulate_gradients(policy, microbatches, n_learning, cfg, ref_model,
-                                         controller.beta)
+            beta = controller.beta
+            means = accumulate_gradients(policy, microbatches, n_learning, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
@@ -1156,14 +1153,12 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
                 print(f"Warning: step {step} is skipped, its loss or gradient is not finite")
                 break
             if ref_model is not None:
-                metrics["adaptive_kl/current_beta"] = controller.beta
                 controller.update(means["kl_per_token"], metrics["reward_mean"])
 
         # 5. Log, evaluate and save.
         n_tokens = sum(len(r.response_ids) for r in responses)
         seconds = time.perf_counter() - start
-        metrics |= reward_means
-        metrics |= {name: value / (epoch + 1) for name, value in sums.items()}
+        metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
         metrics |= {"lr": learning_rate,
                     "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
@@ -1172,11 +1167,11 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         if ref_model is not None:
             metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty"]
+            metrics["adaptive_kl/current_beta"] = beta
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
         state |= {"step": step, "tokens": state["tokens"] + n_tokens, "kl": controller.state,
-                  "seconds": state["seconds"] + seconds}
-        if state["first_diff"] is None:
-            state["first_diff"] = metrics["sampler_logprob_diff"]
+                  "seconds": state["seconds"] + seconds,
+                  "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
         log_train(run, step, metrics)
         if watch is not None:
             watch(step, metrics, (asked, texts, rewards, responses))
@@ -1238,8 +1233,7 @@ def choose(cfg):
     if cfg.device.index is not None:
         torch.cuda.set_device(cfg.device)
     if cfg.bf16 == "auto":
-        flags = Path("/proc/cpuinfo")
-        cfg.bf16 = on_gpu or (flags.is_file() and "amx_bf16" in flags.read_text("utf-8"))
+        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     cfg.kl = kl_settings(cfg)
