@@ -19,6 +19,11 @@ FAMILIES = {
     "falcon_h1": False, "bloom": False,
 }
 
+# While editing, a few are enough.
+QUICK = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "mamba2", "granite"]
+EACH_FAMILY = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES])
+
 
 @pytest.fixture(autouse=True)
 def plain_functions_before_and_after():
@@ -49,12 +54,12 @@ def assert_right(case, without=()):
             assert error_of(check, case) <= limit, check.__name__
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@EACH_FAMILY
 def test_family_is_right_by_the_plain_functions(name, tmp_path):
     assert_right(A.make_case(name, tmp_path))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@EACH_FAMILY
 def test_family_is_right_with_support(name, tmp_path):
     """In float32, with gradient checkpointing, and within its rounding in bf16."""
     case = A.make_case(name, tmp_path)

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import signal
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ import starter
 from starter import InputError
 
 slow = pytest.mark.slow
-both = pytest.mark.parametrize("kind", ["alone", "support"])
+both = pytest.mark.parametrize("kind", ["alone", pytest.param("support", marks=slow)])
 N_EVAL = 10  # problems of an evaluation, in settings()
 ROLLOUT = 16  # responses of a step, in settings()
 
@@ -94,7 +93,6 @@ def seed_all(seed):
 
 
 def resume(kind, checkpoint, folder, **changes):
-    time.sleep(1.01)  # TensorBoard reads files in the order of the second in their names
     seed_all(99)  # a new process has other random states
     return run(kind, **full_settings(checkpoint, folder, resume=True, **changes))
 
@@ -196,7 +194,6 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
     first = run(kind, **given)
     ended = outcome(tmp_path)
     capsys.readouterr()
-    time.sleep(1.01)
     again = run(kind, **given | dict(resume=True))
     printed = capsys.readouterr().out
     assert steps_in(printed) == steps_in(printed, "Eval at step") == []
