@@ -1194,7 +1194,7 @@ LOGITS_AT_ONCE = 1 << 27  # float32 logits that a microbatch may hold, without s
 # "smollm2" without a GPU and without support/, "qwen3-1.7b" on a GPU or with a model_id of yours.
 PRESETS = {
     "tiny": dict(  # the built-in model
-        model_id="tiny", task="countdown_small", n_train_steps=200, rollout_batch_size=256,
+        model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
         max_new_tokens=16, learning_rate=3e-4, warmup_steps=10, max_tokens_per_microbatch=8_192),
     "smollm2": dict(  # a small pretrained model that learns on a laptop
         model_id="HuggingFaceTB/SmolLM2-135M-Instruct", task="addition", n_train_steps=40,

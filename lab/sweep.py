@@ -7,7 +7,8 @@
 
 Runs that the file holds already are not repeated, so that a sweep that was killed goes on where it
 was. Each run is a process of its own, --jobs at a time, which share the cores. Settings may also
-name a "recipe": the run then takes place in a copy of the repository with that patch applied.
+name a "recipe": the run then takes place in a copy of the repository with that patch applied; or an
+"environment": variables of that process.
 
 A row has the settings, the seed, every number of the evaluations before and after, the exact
 KL(policy || starting model) of sampled responses to the held-out problems, and curves: a value for
@@ -64,7 +65,14 @@ RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
            *(dict(recipe=path.stem) for path in sorted((REPOSITORY / "recipes").glob("*.patch"))
              if path.stem not in ("wandb", "moving_reference"))]
 
+# What another machine would see: threads, and the instructions of older processors.
+MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads, ATEN_CPU_CAPABILITY=cpu))
+            for bf16, threads, cpu in (
+                (False, "2", ""), (False, "1", ""), (True, "2", ""), (True, "1", ""),
+                (False, "2", "avx2"), (False, "2", "default"))]
+
 SWEEPS = {
+    "machines": MACHINES,
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [*COEFFICIENTS, *ESTIMATORS, *METHODS],
     "recipes": [*RECIPES, *(settings | ON for settings in RECIPES),
@@ -187,10 +195,11 @@ def run_one(settings, seed, text, threads):
     """Returns the row of one run, made by a process of its own."""
     changes = dict(settings)
     recipe = changes.pop("recipe", None)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | changes.pop("environment", {})
     job = ["-m", "lab.sweep", "--child", json.dumps([changes, seed, text])]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     if recipe is None:
-        return json.loads(run_python(job, environment=environment))
+        row = json.loads(run_python(job, environment=environment))
+        return row | {"settings": key_of(settings)}
     with tempfile.TemporaryDirectory() as folder:
         copy_with(recipe, Path(folder))
         row = json.loads(run_python(job, folder, environment))

@@ -413,7 +413,7 @@ TABLES = {
         "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
-CONSOLES = {"off": [], "on": ["--use_kl_penalty"], "smollm2": ["--preset", "smollm2"]}
+CONSOLES = {"off": [], "on": ["--use_kl_penalty"]}
 
 
 def console(name):
@@ -423,8 +423,6 @@ def console(name):
 def write_consoles():
     """Runs each command, and keeps how its output begins and ends."""
     for name, arguments in CONSOLES.items():
-        if name == "smollm2":  # the converted copy, since the hub may be out of reach
-            arguments = [*arguments, "--model_id", str(sweep.start_of("smollm2"))]
         with tempfile.TemporaryDirectory() as out_dir:
             command = [sys.executable, "starter.py", *arguments, "--out_dir", out_dir]
             done = subprocess.run(command, cwd=REPOSITORY, text=True, check=True,
@@ -433,7 +431,7 @@ def write_consoles():
         first = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
         last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
         report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
-        kept = [*lines[first:first + 3], "...", *lines[last:last + 2], "...",
+        kept = [*lines[first:first + 2], "...", *lines[last:last + 2],
                 *(line for line in lines[report:] if line.startswith("  "))]
         (RESULTS / f"console_{name}.txt").write_text("\n".join(kept) + "\n")
 

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import save_checkpoint
 
 import starter
 
@@ -62,19 +61,6 @@ def test_limit_of_the_stale_sampler_check_allows_for_tf32(gpus):
     starter.check_log_probs(means, 2, starter.cfg_with(device="cuda", engine="vllm"), 0.0)
     with pytest.raises(starter.RunStopped, match="stale or other weights"):
         starter.check_log_probs(means, 2, starter.cfg_with(device="cpu", engine="vllm"), 0.0)
-
-
-@pytest.mark.parametrize("tokens_at_once", [1, 16])
-def test_cut_by_the_size_of_the_cache_changes_no_token(tmp_path, monkeypatch, tokens_at_once):
-    policy, _ = starter.init_policy(save_checkpoint(tmp_path / "model"), "cpu")
-    cfg = starter.cfg_with(max_new_tokens=5)
-    prompts = [[3, 4], [5, 6], [7]]
-    whole = starter.rollout_with_transformers.__wrapped__(policy, prompts, cfg, 0, 3, 1.0)
-    monkeypatch.setattr(starter, "TOKENS_AT_ONCE", tokens_at_once)
-    cut = starter.rollout_with_transformers.__wrapped__(policy, prompts, cfg, 0, 3, 1.0)
-    assert [r.response_ids for r in cut] == [r.response_ids for r in whole]
-    rows = list(starter.rows_to_decode.__wrapped__([[3, 4]] * 9, 5))
-    assert max(map(len, rows)) == {1: 1, 16: 2}[tokens_at_once]
 
 
 def test_every_tensor_of_a_step_is_on_the_policys_device():
