@@ -66,10 +66,11 @@ RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
              if path.stem not in ("wandb", "moving_reference"))]
 
 # What another machine would see: threads, and the instructions of older processors.
-MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads, ATEN_CPU_CAPABILITY=cpu))
-            for bf16, threads, cpu in (
-                (False, "2", ""), (False, "1", ""), (True, "2", ""), (True, "1", ""),
-                (False, "2", "avx2"), (False, "2", "default"))]
+MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)
+            for bf16, threads, others in (
+                (False, "2", {}), (False, "1", {}), (True, "2", {}), (True, "1", {}),
+                (False, "2", dict(ATEN_CPU_CAPABILITY="avx2")),
+                (False, "2", dict(ATEN_CPU_CAPABILITY="default")))]
 
 SWEEPS = {
     "machines": MACHINES,
