@@ -3,20 +3,11 @@
     python -m lab.figures                all of them
     python -m lab.figures learning race
 """
-import statistics
 import sys
 
 from lab import race, sweep
-from lab.rows import FIGURES, numbers
-from lab.tables import curve, other_skills, runs_of
-
-
-def mean_per_cent(rows, share):
-    return 100 * statistics.mean(map(share, rows))
-
-
-def solved(row):
-    return float(row["solved_after"])
+from lab.rows import FIGURES
+from lab.tables import curve, runs_of
 
 
 def draw_learning(plt):
@@ -38,34 +29,6 @@ def draw_learning(plt):
     return figure
 
 
-def draw_frontier(plt):
-    """Other skills against KL; solved and other skills against the coefficient."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
-    for grid, style, label in (
-            (sweep.COEFFICIENTS[1:], "o-", "exact, by kl_coef"),
-            (sweep.ESTIMATORS, "o", "other estimators and places, 1.0"),
-            (sweep.METHODS, "o", "adaptive methods, from 1.0"),
-            ([sweep.HOT], "o", "KL penalty off")):
-        groups = runs_of("kl", grid)
-        left.plot([statistics.mean(numbers(rows, "kl_per_token")) for _, rows in groups],
-                  [mean_per_cent(rows, other_skills) for _, rows in groups], style, label=label,
-                  markersize=4)
-    left.set(xlabel="KL(policy || start), nats per token", ylabel="other skills, %",
-             xlim=(0, None))
-    left.legend(fontsize=7)
-    groups = runs_of("kl", sweep.COEFFICIENTS[1:])
-    [(_, off)] = runs_of("kl", [sweep.HOT])
-    for name, share in (("solved", solved), ("other skills", other_skills)):
-        line, = right.plot([settings["kl_coef"] for settings, _ in groups],
-                           [mean_per_cent(rows, share) for _, rows in groups], "o-", label=name,
-                           markersize=4)
-        right.axhline(mean_per_cent(off, share), color=line.get_color(), linestyle=":",
-                      label=f"{name}, KL penalty off")
-    right.set(xlabel="kl_coef", ylabel="%", xscale="log")
-    right.legend(fontsize=7)
-    return figure
-
-
 def draw_race(plt):
     """Solved over the seconds of training, a line for each run."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
@@ -82,7 +45,7 @@ def draw_race(plt):
     return figure
 
 
-DRAWINGS = {"learning": draw_learning, "kl_frontier": draw_frontier, "race": draw_race}
+DRAWINGS = {"learning": draw_learning, "race": draw_race}
 
 
 def main(names):

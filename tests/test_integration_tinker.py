@@ -144,17 +144,6 @@ def test_loss_and_gradient_through_the_sdk_equal_those_of_starter():
     assert len(norms) > 20  # the terms differ by more than the bound above
 
 
-def test_weight_of_2_counts_a_token_twice():
-    def total(weight):
-        datums = tinker_kl.make_datums(PROMPTS, RESPONSES)
-        weights = torch.tensor([0.0, 0.0, 1.0, weight, 1.0, 1.0])
-        datums[0].loss_fn_inputs["weights"] = types.TensorData.from_torch(weights)
-        return call_loss(*tensors(), 0.5, datums=datums)[0]
-
-    assert total(1.0) != total(2.0)
-    assert total(2.0) - total(1.0) == pytest.approx(total(3.0) - total(2.0), abs=1e-5)
-
-
 def test_guide_call_reads_the_datums_and_equals_the_closure():
     """The names, the padding and the call as the Tinker guide prints them."""
     policy, old, ref, advantages = tensors()
@@ -265,19 +254,6 @@ def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
         assert row == pytest.approx([a - 0.3 * sum(d[t:]) for t in range(len(d))], abs=1e-6)
     loss, _, _ = call_loss(old, old, ref, advantages, 0.3, KLSettings("k1", placement="reward"))
     assert loss == pytest.approx(-sum(map(sum, found)), abs=1e-4)  # the custom loss does the same
-
-
-def test_controller_goes_on_from_its_state():
-    options = dict(kl_adaptation_method="target_sound+clip_sound", kl_target=0.05)
-    whole, half = (tinker_kl.make_controller(0.3, **options) for _ in range(2))
-    path = [(0.2, 0.1), (0.01, 0.5), (float("nan"), 0.6), (0.3, 0.7), (0.2, 0.9), (0.0, 1.0)]
-    for kl, reward in path[:3]:
-        half.update(kl, reward)
-    resumed = tinker_kl.make_controller(0.3, state=dict(half.state), **options)
-    for controller, some in ((whole, path), (resumed, path[3:])):
-        for kl, reward in some:
-            controller.update(kl, reward)
-    assert resumed.state == whole.state and whole.beta != 0.3
 
 
 @pytest.mark.parametrize("call, message", [
