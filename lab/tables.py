@@ -304,23 +304,6 @@ def length_table():
     return table(["KL in", "kl_coef", *columns], lines)
 
 
-def rule_table():
-    """What each adaptive rule does as printed, and in its sound form."""
-    groups = grouped([row for row in read_csv("kl_adaptive") if " over " not in row["experiment"]],
-                     "experiment", "at")
-    lines = []
-    for (experiment, at), rows in groups.items():
-        for row in rows:
-            if row["rule"].endswith("_sound") and lines and lines[-1][:2] == [
-                    row["rule"].removesuffix("_sound"), f"{experiment}; {at}"]:
-                lines[-1][3] = row["value"]
-            else:
-                sound = row["rule"].endswith("_sound")
-                cells = ["", row["value"]] if sound else [row["value"], ""]
-                lines.append([row["rule"].removesuffix("_sound"), f"{experiment}; {at}", *cells])
-    return table(["rule", "number", "as printed", "`_sound`"], lines)
-
-
 # --------------------------------------------------------------------------------------------------
 # 3. Of lab.architectures, lab.crash_test and lab.bench.
 
@@ -401,7 +384,7 @@ TABLES = {
     "recipes": recipe_table, "smollm2": smollm2_table,
     "smollm2_explosion": smollm2_explosion_table,
     "gradients": gradient_table, "values": value_table, "variance": variance_table,
-    "explosion": explosion_table, "length": length_table, "rule_numbers": rule_table,
+    "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
     "alone": lambda: speed_table(alone=True), "memory": memory_table, "gpus": gpu_table,
     "race": lambda: table(RACE, race_lines("tiny")),

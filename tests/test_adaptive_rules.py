@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-import starter
+import starter  # before torch, for which it sets variables
+
+import torch
 from conftest import small_sums
 from starter import InputError, KLController, KLSettings
 from support import adaptive_rules  # noqa: F401  adds its rules
@@ -76,6 +78,36 @@ def test_sound_coefficient_rules_match_hand_computed_values():
     found = betas(controller("dynamic_sound", beta_schedule_steps=4), [0.1] * 6, [0.0] * 6)
     falling = [0.2 * 0.1 ** (step / 4) for step in (1, 2, 3, 4, 4, 4)]  # the ceiling
     assert found == pytest.approx(falling)
+
+
+def slope(rule, kl, n_tokens=8):
+    """d(penalised) / d(KL), by autograd."""
+    kl = torch.tensor([[float(kl)]], dtype=torch.float64, requires_grad=True)
+    adapted = KLSettings(adaptation=rule).adapted(kl, torch.ones(1, n_tokens))
+    return torch.autograd.grad(adapted, kl)[0].item()
+
+
+def test_printed_term_rules_penalise_what_readme_kl_says():
+    """At a threshold of 1 and a target of 0.1 nats."""
+    assert slope("clip", 1.01) == 0 < slope("clip_sound", 1.01)
+    assert slope("sigmoid", 0.0) == pytest.approx(0.475, abs=1e-3)
+    assert slope("sigmoid", 0.2) == pytest.approx(0.575, abs=1e-3)
+    assert slope("sigmoid_sound", 0.0) < 1e-4 and slope("sigmoid_sound", 0.2) > 0.999
+    assert slope("length_normalized", 1, 8) == 4 * slope("length_normalized", 1, 32)
+    assert slope("length_normalized_sound", 1, 8) == slope("length_normalized_sound", 1, 32)
+
+
+def test_printed_coefficient_rules_fall_where_the_sound_ones_hold():
+    """The median of 20 seeds, 100 steps: rewards below the threshold on average, with noise. And
+    400 steps in which nothing drifts yet."""
+    left = {}
+    for rule in ("dynamic", "dynamic_sound"):
+        left[rule] = sorted(betas(controller(rule), [0.1] * 100, [
+            random.Random(f"{seed} {i}").gauss(0.75, 0.08) for i in range(100)])[-1]
+            for seed in range(20))[10] / 0.2
+    assert left["dynamic"] < 0.1 and left["dynamic_sound"] > 0.7
+    assert betas(controller("target"), [0.0] * 400, [0.0] * 400)[-1] < 1e-9
+    assert betas(controller("target_sound"), [0.0] * 400, [0.0] * 400)[-1] == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("rule", starter.COEFFICIENT_RULES)
