@@ -3,11 +3,12 @@
     python -m lab.architectures              writes lab/results/architectures.csv, in half an hour
     python -m lab.architectures gemma2 rwkv  prints the rows whose names begin like this
 
-Each row is a small model with random weights (lab/small_models.py). It is saved, loaded by
+Each is a small model with random weights (lab/small_models.py). It is saved, loaded by
 starter.init_policy, and compared with its own forward pass (eager attention, one row at a time, no
-padding, no cache), in a process of its own with a time limit. tests/test_architectures.py runs
-some of the rows.
+padding, no cache), in a process of its own with a time limit: as it is, with the functions of
+support/, with adapters, and with gradient checkpointing. tests/test_architectures.py runs some.
 """
+import itertools
 import json
 import os
 import random
@@ -27,11 +28,11 @@ import transformers
 
 from lab.rows import write_csv
 from lab.small_models import ROWS, VOCABULARY, make_model, save_tokenizer, token_ids
+from support import fast, lora, models
 
 MAX_NEW_TOKENS = 12
 PROMPT_LENGTHS = (3, 7, 7, 12, 20)
-CFG = SimpleNamespace(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(VOCABULARY + 1,), bf16=False,
-                      enable_thinking=False)
+CFG = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(VOCABULARY + 1,))
 SECONDS = 120  # that a row may take
 MEMORY = 12 << 30  # bytes that it may ask for
 
@@ -49,6 +50,7 @@ def make_case(name, folder):
     texts = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
     if len(starter.with_prompt_ids(texts, policy, tokenizer, CFG)) < len(prompts):
         raise starter.InputError("some prompts do not fit into the model's context")
+    models.check_reading(policy, prompts, CFG)
     responses = [starter.Response(prompt, token_ids(rng, n), [0.0] * n, True)
                  for prompt, n in zip(prompts * 2, (12, 5, 9, 1, 3, 12, 2, 12))]
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
@@ -135,25 +137,49 @@ def saved(case):
 CHECKS = {log_probs: 1e-4, gradients: 1e-3, rollout: 1e-4, first_step: 1e-3, saved: 1e-4}
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Verdicts.  A name -> a row of the csv file. "right"; "refused", with the sentence; "wrong", and
-# where; "warned": wrong, and the log of the first step says so; "not built".
+def attach_fast(case):
+    problems = starter.Problems([{"prompt_ids": ids} for ids in case.prompts], [], [])
+    fast.attach(case.policy, None, problems, CFG)
 
-def examine(name, folder):
-    row = examine_in(name, Path(folder))
+
+def add_adapters(case):
+    lora.add_adapters(case.policy, starter.cfg_with(lora_rank=4))
+    attach_fast(case)
+
+
+def checkpoint_layers(case):
+    if not case.policy.supports_gradient_checkpointing:
+        raise starter.InputError("it has no gradient checkpointing")
+    case.policy.train().gradient_checkpointing_enable()
+
+
+# What is done to a model before the checks.
+MODES = {"plain": lambda case: None, "support": attach_fast, "LoRA": add_adapters,
+         "checkpointing": checkpoint_layers}
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Verdicts.  A name, a mode -> a row of the csv file. "right"; "refused", with the sentence;
+# "wrong", and where; "warned": wrong, and the log of the first step says so; "not built".
+
+def examine(name, mode, folder):
+    row = examine_in(name, mode, Path(folder))
     return row | {"where": row.get("where", "").replace(f"{folder}/", "")}
 
 
-def examine_in(name, folder):
-    row = {"name": name, "verdict": "right"}
+def examine_in(name, mode, folder):
+    row = {"name": name, "mode": mode, "verdict": "right"}
     try:
         case = make_case(name, folder)
+        MODES[mode](case)
     except starter.InputError as error:
         return row | {"verdict": "refused", "where": str(error)}
     except Exception as error:
         return row | {"verdict": "not built", "where": sentence(error)}
     wrong = []
     for check, limit in CHECKS.items():
+        if check is gradients and mode == "LoRA":  # tests/test_lora.py
+            continue
         try:
             largest = check(case).abs().max().item()
         except Exception as error:
@@ -174,15 +200,15 @@ def sentence(error):
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
 
 
-def examine_in_process(name):
-    """examine(name) in a forked process that is ended after SECONDS."""
+def examine_in_process(name, mode):
+    """examine(name, mode) in a forked process that is ended after SECONDS."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         with tempfile.TemporaryDirectory() as folder:
-            row = examine(name, folder)
+            row = examine(name, mode, folder)
         os.write(write_end, json.dumps(row).encode())
         os._exit(0)
     os.close(write_end)
@@ -191,16 +217,17 @@ def examine_in_process(name):
     _, status = os.waitpid(child, 0)
     if answer:
         return json.loads(answer)
-    return {"name": name, "verdict": "wrong", "where": f"ended with status {status}"}
+    return {"name": name, "mode": mode, "verdict": "wrong", "where": f"ended with status {status}"}
 
 
 def main(wanted):
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    columns = dict.fromkeys(["name", "verdict", "where", *(check.__name__ for check in CHECKS)], "")
+    columns = dict.fromkeys(["name", "mode", "verdict", "where",
+                             *(check.__name__ for check in CHECKS)], "")
     rows = []
-    for name in sorted(ROWS):
+    for name, mode in itertools.product(sorted(ROWS), MODES):
         if not wanted or name.startswith(tuple(wanted)):
-            rows.append(columns | examine_in_process(name))
+            rows.append(columns | examine_in_process(name, mode))
             print(*rows[-1].values(), sep=" | ", flush=True)
     if not wanted:
         write_csv("architectures", [row | versions for row in rows])

@@ -136,7 +136,8 @@ VARIANTS = {
 } | {f"{name} (tied)": dict(tie_word_embeddings=True)
      for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text",
                   "gpt2", "opt", "bloom", "falcon", "mamba", "cohere", "starcoder2", "smollm3",
-                  "granite", "qwen3_5_text", "lfm2", "mixtral")}
+                  "granite", "qwen3_5_text", "lfm2", "mixtral", "phi3", "olmo2", "glm", "stablelm",
+                  "qwen3_moe", "olmoe", "deepseek_v3", "gpt_neox", "helium", "gpt_oss")}
 
 ROWS = {name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | VARIANTS
 

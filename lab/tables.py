@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from lab import sweep
+from lab import architectures, sweep
 from lab.race import final_lines, race_lines
 from lab.rows import REPOSITORY, RESULTS, numbers, read_csv
 
@@ -308,11 +308,13 @@ def length_table():
 # 3. Of lab.architectures, lab.crash_test and lab.bench.
 
 def architecture_table():
-    """How many model types are right, and which are not."""
-    lines = [[verdict, len(rows), "" if verdict == "right" else
-              ", ".join(f"`{row['name']}`" for row in rows)]
-             for (verdict,), rows in sorted(grouped(read_csv("architectures"), "verdict").items())]
-    return table(["verdict", "configurations", "which"], lines)
+    """How many model types are right in each mode, and which are not in some."""
+    lines = []
+    for (verdict,), rows in sorted(grouped(read_csv("architectures"), "verdict").items()):
+        counts = [sum(row["mode"] == mode for row in rows) for mode in architectures.MODES]
+        names = dict.fromkeys(f"`{row['name']}`" for row in rows)
+        lines.append([verdict, *counts, "" if verdict == "right" else ", ".join(names)])
+    return table(["verdict", *architectures.MODES, "which, in some mode"], lines)
 
 
 def kill_table():

@@ -2,7 +2,7 @@
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import (
-    edits, fast, guards, kl_checks, lora, memory, ranks, rules, tasks, vllm_cpu)
+    edits, fast, guards, kl_checks, lora, memory, models, ranks, rules, tasks, vllm_cpu)
 
 
 def check_settings(cfg):
@@ -21,6 +21,7 @@ def check(run):
         cfg.model_id = tasks.TINY
     guards.lock(run)
     rules.check_resume(run)
+    models.check_type(cfg.model_id)
     memory.check_fits(cfg)
     ranks.join(run)
     if cfg.engine == "vllm" and vllm_cpu.IS_INSTALLED:
@@ -33,6 +34,7 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference, which with LoRA is the policy without its adapters."""
     rules.check_model(policy, tokenizer, problems, cfg)
+    models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
         ref_model = lora.add_adapters(policy, cfg)
     if ranks.WORLD == 1:

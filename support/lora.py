@@ -3,6 +3,7 @@
 The reference is the policy without its adapters, so that it costs no memory.
 """
 import contextlib
+import re
 from collections import Counter
 
 import torch
@@ -43,6 +44,12 @@ def add_adapters(policy, cfg):
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
+    ends = {id(policy.get_input_embeddings().weight), id(policy.get_output_embeddings().weight)}
+    left_out = {re.sub(r"^.*\.\d+\.", "", name) for name, p in policy.named_parameters()
+                if p.dim() > 1 and "lora_" not in name and ".base_layer." not in name
+                and id(p) not in ends}
+    if left_out:
+        print(f"LoRA does not reach {', '.join(sorted(left_out))}: they stay as they are")
     starter.MECHANICS["weights_of"] = merged_weights
     return WithoutAdapters(policy) if cfg.use_kl_penalty else None
 

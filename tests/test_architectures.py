@@ -1,6 +1,8 @@
 """Popular families of models, small and with random weights, are computed as their own forward pass
 computes them: by starter.py alone, with the faster functions of support/, and with adapters.
 lab/architectures.py, whose checks these are, goes through all causal models of transformers."""
+import re
+
 import pytest
 
 import starter  # before torch, for which it sets variables
@@ -79,18 +81,53 @@ def test_family_is_right_with_support(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_is_right_with_adapters(name, tmp_path):
+def test_family_is_right_with_adapters(name, tmp_path, capsys):
     """The saved model, too, after its adapters have moved. Of the gradients tests/test_lora.py."""
     pytest.importorskip("peft")
     lora = pytest.importorskip("support.lora")
     case = A.make_case(name, tmp_path)
     reference = lora.add_adapters(case.policy, settings())
+    if name == "qwen3_moe":
+        assert "LoRA does not reach mlp.experts.down_proj, mlp." in capsys.readouterr().out
     assert attach(case) == FAMILIES[name]
     assert_right(case, without=[A.gradients])
     own = starter.token_statistics(case.own, case.batch, 1.0).log_probs
     moved = starter.token_statistics(case.policy, case.batch, 1.0, False, reference)
     assert (moved.log_probs - own).abs().max() > 0.01
     torch.testing.assert_close(moved.exact_kl > 0, case.batch["response_mask"])
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("bert (looks ahead)", "what stands after a token changes its log-probs by"),
+    ("deepseek_v32", "what stands after a token changes its log-probs by"),
+    ("llama (rope longrope, rows on both sides)", "what stands after a token changes its"),
+    ("mllama", "MllamaForCausalLM is a part of a larger model, which cannot be saved alone"),
+    ("rwkv (weights rescaled for sampling)", "its forward pass changes its weights"),
+    ("reformer", "its forward or backward pass fails (AssertionError: "),
+])
+def test_model_that_would_be_trained_wrongly_is_refused(name, sentence, tmp_path):
+    with pytest.raises(starter.InputError, match=re.escape(sentence)):
+        A.make_case(name, tmp_path)
+
+
+def test_model_without_a_gradient_is_refused(tmp_path, monkeypatch):
+    case = A.make_case("llama", tmp_path)
+    case.policy.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(starter.InputError, match="a gradient is not finite; give another model"):
+        A.models.check_reading(case.policy, case.prompts, A.CFG)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", pytest.param("zamba2", marks=pytest.mark.slow)])
+def test_model_that_decodes_otherwise_than_it_reads_samples_without_a_cache(name, tmp_path, capsys):
+    case = A.make_case(name, tmp_path)
+    assert "decodes otherwise than it reads: it samples without a cache" in capsys.readouterr().out
+    assert_right(case)
+
+
+def test_type_without_a_model_of_text_alone_is_refused_before_it_is_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
+    with pytest.raises(starter.InputError, match="of the type 'mistral3', for which transformers"):
+        A.models.check_type(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
