@@ -102,8 +102,7 @@ def is_held_out(*key):
 @mechanics
 def read_problems(source):
     """The path of a JSONL file -> its problems. "prompt" is a text or a list of chat messages,
-    "answer" a text or a number; other keys are for a reward of your own. With support/, data sets
-    of the Hugging Face hub and other column names can be read, too, and mistakes are explained."""
+    "answer" a text or a number; other keys are for a reward of your own. support/ reads more."""
     problems = []
     try:
         for line in open(source, encoding="utf-8-sig"):
@@ -232,8 +231,8 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 
 @mechanics
 def weights_of(policy):
-    """Yields (name, tensor) of the parameters and persistent buffers, as save_pretrained and vLLM
-    take them. support/ merges LoRA's adapters, and joins the parts of several processes."""
+    """Yields (name, tensor) of the parameters and persistent buffers, as save_pretrained takes
+    them. support/ merges LoRA's adapters, and joins the parts of several processes."""
     yield from policy.state_dict().items()
 
 
@@ -249,10 +248,17 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
 
 
 @mechanics
+def load_weights_in_worker(worker, weights):
+    """Runs inside vLLM. weights: {name: tensor}, as in a checkpoint."""
+    worker.reload_weights(weights_iterator=weights.items())
+
+
 def load_policy_into_vllm_instance(policy, llm):
     """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
     ones. Without it vLLM would sample from an old policy."""
-    llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=weights_of(policy)))
+    from transformers.core_model_loading import revert_weight_conversion
+    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # experts have other names
+    llm.collective_rpc(load_weights_in_worker, args=(weights,))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync, so it would read "
                          "prompts with old weights; check the version of vLLM")
@@ -725,9 +731,8 @@ class KLSettings:
 
 def kl_settings(cfg):
     """Returns the KLSettings in main()'s parameters."""
-    threshold = cfg.kl_clip_threshold
-    if threshold is None:
-        threshold = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
+    usual = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
+    threshold = usual if cfg.kl_clip_threshold is None else cfg.kl_clip_threshold
     return KLSettings(cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
                       threshold, cfg.kl_target, cfg.dynamic_beta_decay, cfg.reward_threshold,
                       cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
@@ -1358,8 +1363,8 @@ def main(
     def stop(number, frame):
         run.stop = number
         signal.signal(number, signal.default_int_handler)
-        print(f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint, the "
-              "model and a report; once more: now, without", flush=True)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more: without a "
+              "checkpoint, now", flush=True)
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

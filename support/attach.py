@@ -2,7 +2,7 @@
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import (
-    edits, fast, guards, kl_checks, lora, memory, models, ranks, rules, tasks, vllm_cpu)
+    edits, engines, fast, guards, kl_checks, lora, memory, models, ranks, rules, tasks)
 
 
 def check_settings(cfg):
@@ -24,8 +24,8 @@ def check(run):
     models.check_type(cfg.model_id)
     memory.check_fits(cfg)
     ranks.join(run)
-    if cfg.engine == "vllm" and vllm_cpu.IS_INSTALLED:
-        vllm_cpu.attach()
+    if cfg.engine == "vllm":
+        engines.attach()
     memory.attach(run)
     edits.install(read_problems=tasks.read_problems)
 

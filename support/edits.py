@@ -14,6 +14,8 @@ SHIPPED = {
     "draw_from": "3ae328c5981b",
     "rows_to_decode": "34c90c59c133",
     "decode": "fa3a88246e98",
+    "init_vllm": "a32dad3c4d5e",
+    "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
 }
 

