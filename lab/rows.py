@@ -8,7 +8,6 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "lab" / "results"
-FIGURES = REPOSITORY / "lab" / "figures"
 
 
 def read_csv(name):

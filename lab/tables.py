@@ -2,6 +2,7 @@
 
     python -m lab.tables              fills the pages; measures nothing
     python -m lab.tables --consoles   first runs the commands of CONSOLES, for what they print
+    python -m lab.tables --figure     also draws lab/figures/learning.png (needs matplotlib)
 
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced.
@@ -421,6 +422,27 @@ def write_consoles():
         (RESULTS / f"console_{name}.txt").write_text("\n".join(kept) + "\n")
 
 
+def draw_learning(path):
+    """Solved and other skills over the steps, a line for each seed."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.2), dpi=100, layout="constrained")
+    axes = figure.subplots(1, 2)
+    groups = runs_of("learning", sweep.SWEEPS["learning"][:2])
+    titles = {"solved": "trained task: solved, %", "other_skills": "not trained: other skills, %"}
+    for axis, (name, title) in zip(axes, titles.items()):
+        for (settings, rows), color in zip(groups, ("C3", "C0")):
+            label = "use_kl_penalty = True" if "use_kl_penalty" in settings else "no KL penalty"
+            for i, row in enumerate(rows):
+                values = [100 * value for value in curve(row, name)]
+                steps = [settings["eval_every"] * step for step in range(len(values))]
+                axis.plot(steps, values, color=color, alpha=0.8, linewidth=1.2,
+                          label=label if i == 0 else None)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(path)
+
+
 def with_tables(text):
     """Returns a page with each block made from lab/results."""
     def fresh(match):
@@ -434,6 +456,8 @@ def with_tables(text):
 if __name__ == "__main__":
     if "--consoles" in sys.argv:
         write_consoles()
+    if "--figure" in sys.argv:
+        draw_learning(REPOSITORY / "lab" / "figures" / "learning.png")
     for page in PAGES:
         before = page.read_text("utf-8")
         after = with_tables(before)

@@ -3,6 +3,7 @@
 The reference is the policy without its adapters, so that it costs no memory.
 """
 import contextlib
+import inspect
 import re
 from collections import Counter
 
@@ -14,18 +15,18 @@ import starter
 def layers_to_adapt(policy):
     """Names of the linear layers of the blocks. Left out are the LM head, so that policy and
     reference share it; weights that several layers share; stacks of experts, which are no layers;
-    and of Mamba all but in_proj, since its kernels read the weights and pass adapters by."""
+    and layers whose weight the code around them reads, as Mamba's kernels do, past any adapter."""
     from transformers.pytorch_utils import Conv1D
     uses = Counter(id(parameter) for module in policy.modules()
                    for parameter in module.parameters(recurse=False))
     names = []
     for name, module in policy.named_modules():
-        parent = policy.get_submodule(name.rpartition(".")[0])
+        parent, _, own = name.rpartition(".")
         is_linear = type(module) in (torch.nn.Linear, Conv1D) and uses[id(module.weight)] == 1
-        is_head = module is policy.get_output_embeddings()
-        of_mamba = hasattr(parent, "A_log") and hasattr(parent, "D")
-        if is_linear and not is_head and not (of_mamba and module is not parent.in_proj):
-            names.append(name)
+        if is_linear and module is not policy.get_output_embeddings():
+            code = inspect.getsource(type(policy.get_submodule(parent)))
+            if not re.search(rf"self\.{own}\.weight(?!\.(dtype|device))", code):
+                names.append(name)
     return names
 
 

@@ -66,6 +66,14 @@ def fault_of_reading(policy, prompts, cfg):
         difference = (log_softmax(alone) - log_softmax(padded)).abs().max().item()
         if not difference < 0.01:
             return f"what stands after a token changes its log-probs by {difference:.2g} nats"
+        policy.train(cfg.gradient_checkpointing)
+        with torch.no_grad():
+            trained = policy(input_ids=row[:, :n], use_cache=False).logits
+        policy.eval()
+        difference = (log_softmax(alone) - log_softmax(trained)).abs().max().item()
+        if not difference < 0.01:
+            return (f"in train mode, which gradient_checkpointing needs, its log-probs change by "
+                    f"{difference:.2g} nats; leave gradient_checkpointing out")
     if not all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None):
         return "a gradient is not finite"
     if sum(p.detach().double().sum() for p in policy.parameters()) != checksum:

@@ -117,6 +117,12 @@ def test_model_without_a_gradient_is_refused(tmp_path, monkeypatch):
         A.models.check_reading(case.policy, case.prompts, A.CFG)
 
 
+def test_model_that_changes_in_train_mode_is_refused_with_checkpointing_alone(tmp_path):
+    case = A.make_case("phimoe", tmp_path)  # its jitter is no dropout
+    with pytest.raises(starter.InputError, match="leave gradient_checkpointing out"):
+        A.checkpoint_layers(case)
+
+
 @pytest.mark.parametrize("name", ["nemotron_h", pytest.param("zamba2", marks=pytest.mark.slow)])
 def test_model_that_decodes_otherwise_than_it_reads_samples_without_a_cache(name, tmp_path, capsys):
     case = A.make_case(name, tmp_path)
