@@ -194,8 +194,7 @@ def init_policy(model_id, device):
 
 
 def find_stop_tokens(policy, tokenizer):
-    """Returns the ids that end a response: the tokenizer's EOS, and what generation_config lists
-    (often the end of a chat turn, too)."""
+    """The ids that end a response: EOS, and those in generation_config, such as a turn's end."""
     listed = policy.generation_config.eos_token_id
     listed = listed if isinstance(listed, (list, tuple)) else [listed]
     return tuple(sorted({tokenizer.eos_token_id, *listed} - {None}))
@@ -313,8 +312,7 @@ def scale_logits(logits, temperature):
 
 @mechanics
 def draw_from(probs, uniform):
-    """(B, V) probabilities, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens: where the cumulative
-    distribution passes the uniform number."""
+    """(B, V) probabilities, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, by the quantile."""
     cumulative = probs.cumsum(dim=1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -608,8 +606,8 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
 @mechanics
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> TokenStatistics of (B, T) tensors, 0
-    outside the mask. Rows are padded on the right, so a causal model needs no attention mask. All
-    (N, V) logits of the mask are held at once; main() bounds them."""
+    outside the mask. With padding on the right a causal model needs no attention mask. All (N, V)
+    logits of the mask are held at once; main() bounds them."""
     mask = rows["response_mask"]
 
     def logits_of(model):
@@ -665,8 +663,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 
 
 # What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
-# (B, T); lengths: (B, 1) response lengths in tokens; s: KLSettings. Here and below
-# support/adaptive_rules.py adds others, such as those of the adaptive-KL documents (README_KL.md).
+# (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
 TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # clamps the log-ratio in kl_with_gradient
 
 
@@ -751,8 +748,7 @@ class KLController:
         return self.state["beta"]
 
     def update(self, kl, reward):
-        """kl: of the step, nats per token; reward: its mean. A number that is not finite changes
-        nothing but the count of steps."""
+        """kl: of the step, nats per token; reward: its mean. What is not finite moves nothing."""
         self.state["step"] += 1
         if not (math.isfinite(kl) and math.isfinite(reward)):
             return
@@ -1075,13 +1071,13 @@ class Run:
 # 12. The loop.
 
 def check_log_probs(means, step, cfg, first_diff):
-    """Raises RunStopped where the sampler has stale weights: its log-probs must not differ from the
-    trainer's, in nats per token, by much more than in the first step, when both have the weights of
-    the checkpoint. In the first step the reference must still equal the policy."""
+    """Raises RunStopped where the sampler has stale weights: in nats per token it must not differ
+    from the trainer by much more than in the first step, when both have the weights of the
+    checkpoint. In the first step the reference must still equal the policy."""
     diff, limit = means["sampler_logprob_diff"], cfg.max_sampler_diff
     if limit == "auto":  # bf16 engines round by 0.01 to 0.1, GPUs multiply in TF32 in places
         limit = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
-        limit = 0.2 if cfg.bf16 and step == 1 else limit + 4 * (first_diff or 0.0)
+        limit = 0.1 if cfg.bf16 and step == 1 else limit + 4 * (first_diff or 0.0)
     text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
     if limit is not None and not diff <= limit and (step > 1 or cfg.engine == "vllm"):
         raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights; "
@@ -1424,8 +1420,7 @@ def settings_from(arguments):
 # 14. Quick tests.  They take about a second and run before main().
 
 def expected_kl_gradient(logits, ref_logits, old_logits, kl):
-    """The expected gradient of the KL term: the sum over all tokens of a small vocabulary, each
-    weighted by its probability under the policy that sampled."""
+    """The expected gradient of the KL term: over all tokens, as the old policy samples them."""
     n = len(logits)
     logits = logits.clone().requires_grad_()
     old_log_probs = old_logits.log_softmax(0)[None]

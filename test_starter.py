@@ -941,7 +941,7 @@ def test_check_log_probs_stops_the_run_of_a_stale_sampler():
     for limit, changes in (
             (0.001, {}), (0.005, dict(first_diff=1e-3)), (0.02, dict(bf16=True)),
             (0.22, dict(bf16=True, first_diff=0.05)), (0.01, dict(max_sampler_diff=0.01)),
-            (0.001, dict(step=1, engine="vllm")), (0.2, dict(step=1, engine="vllm", bf16=True))):
+            (0.001, dict(step=1, engine="vllm")), (0.1, dict(step=1, engine="vllm", bf16=True))):
         check(diff=0.99 * limit, **changes)
         for diff in (1.01 * limit, math.nan):
             with pytest.raises(RunStopped, match="disagree"):

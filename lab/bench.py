@@ -4,7 +4,6 @@
     python -m lab.bench --sizes S M --dtype float32 --kl on --rounds 5
     python -m lab.bench --alone           starter.py without support/, beside TRL -> bench_alone.csv
     python -m lab.bench --against PATH    beside the starter.py of another worktree; prints only
-    python -m lab.bench --memory          measured peaks beside the formula -> bench_memory.csv
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
     python -m lab.bench --card            Qwen3's sizes on this machine's GPU -> bench_card.csv
 
@@ -227,27 +226,6 @@ def beside(size, given):
         return row | in_turns(sides, given.rounds) | where()
 
 
-def memory_rows():
-    """Measured peaks of a few steps beside support/memory.py's formula."""
-    import starter
-    from support.memory import predicted_gb
-    rows = []
-    for size, shape in SIZES.items():
-        for changes in ({}, dict(use_kl_penalty=True), dict(use_kl_penalty=True, lora_rank=16)):
-            with tempfile.TemporaryDirectory() as folder:
-                settings = make_folder(Path(folder), **shape) | changes | dict(
-                    bf16=True, n_train_steps=3, max_tokens_per_microbatch=OUR_TOKENS[size])
-                measured = run_ours(settings)["gb"]
-                predicted = sum(predicted_gb(qwen3_config(**shape), starter.cfg_with(**settings),
-                                             OUR_TOKENS[size]).values())
-            rows.append({"size": size, "lora_rank": changes.get("lora_rank", 0),
-                         "kl_penalty": "on" if changes else "off",
-                         "predicted_gb": f"{predicted:.2f}", "measured_gb": f"{measured:.2f}"}
-                        | where())
-            print(*rows[-1].values(), sep=" | ", flush=True)
-    return rows
-
-
 def gpu_rows():
     """By the formula: memory of trainer, reference and vLLM's weights for Qwen3's sizes, with the
     KL penalty on and microbatches of 4,096 tokens. vLLM's cache comes on top."""
@@ -295,12 +273,10 @@ def main():
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="a worktree of another commit")
-    for part in ("alone", "memory", "gpus", "card"):
+    for part in ("alone", "gpus", "card"):
         parser.add_argument(f"--{part}", action="store_true")
     given = parser.parse_args()
-    if given.memory:
-        append_rows("bench_memory", memory_rows())
-    elif given.gpus:
+    if given.gpus:
         write_csv("gpus", gpu_rows())
     elif given.card:
         append_rows("bench_card", card_rows())

@@ -1,7 +1,6 @@
 """Time to a solved rate: starter.py beside TRL 1.16.
 
     python -m lab.race tiny       the built-in model: eight seeds, about four minutes a seed
-    python -m lab.race smollm2    SmolLM2's addition: two seeds, half an hour each
 
 Both train the same model on the same problems with the same reward, learning rate, warm-up, batch,
 loss (dapo, no KL penalty), optimiser and number of steps; TRL with as many rows at once as are
@@ -23,7 +22,6 @@ from lab.sweep import start_of
 
 CONTESTS = {  # by preset of starter.py; rows: at once, for TRL, of which the quickest is taken
     "tiny": dict(seeds=range(8), goals=(0.70, 0.75, 0.80), rows=(256, 128, 64)),
-    "smollm2": dict(seeds=range(2), goals=(0.50, 0.60, 0.70), rows=(128, 64, 32, 16)),
 }
 EVALUATE_EVERY = 5  # steps
 

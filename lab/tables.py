@@ -122,6 +122,17 @@ def penalty_table():
                   "largest fall of a skill, any seed"], lines)
 
 
+def machine_table():
+    """The default run on what other machines have."""
+    lines = []
+    for settings, rows in runs_of("machines", sweep.MACHINES):
+        threads, cpu = (settings["environment"].get(name, "AVX-512") for name in (
+            "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY"))
+        lines.append(["bfloat16" if settings["bf16"] else "float32", threads, cpu,
+                      " ".join(f"{100 * x:.1f}" for x in numbers(rows, "solved_after"))])
+    return table(["dtype", "threads", "instructions", "solved, %, seed by seed"], lines)
+
+
 def coefficient_table():
     groups = runs_of("kl", sweep.COEFFICIENTS)
     skills = skills_of(groups[0][1][0])
@@ -349,13 +360,6 @@ def speed_table(alone=False):
                   *([] if alone else ["GB", "TRL, GB"])], lines)
 
 
-def memory_table():
-    lines = [[SIZE_NAMES[row["size"]], row["lora_rank"].replace("0", "all weights"),
-              row["kl_penalty"], row["predicted_gb"], row["measured_gb"]]
-             for row in newest("bench_memory", "size", "kl_penalty", "lora_rank")]
-    return table(["model", "LoRA rank", "KL penalty", "formula, GB", "measured, GB"], lines)
-
-
 def gpu_table():
     """By the formula of support/memory.py, written by `python -m lab.bench --gpus`."""
     groups = grouped(read_csv("gpus"), "settings")
@@ -382,18 +386,16 @@ RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "90 % 
         "not reached by starter.py and TRL"]
 RACE_FINAL = ["side", "seeds", "solved at the end, %", "standard error"]
 TABLES = {
-    "penalty": penalty_table, "coefficients": coefficient_table,
+    "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
     "estimators": estimator_table, "methods": method_table,
     "recipes": recipe_table, "smollm2": smollm2_table,
     "smollm2_explosion": smollm2_explosion_table,
     "gradients": gradient_table, "values": value_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
-    "alone": lambda: speed_table(alone=True), "memory": memory_table, "gpus": gpu_table,
+    "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
     "race": lambda: table(RACE, race_lines("tiny")),
     "race_final": lambda: table(RACE_FINAL, final_lines("tiny")),
-    "race_smollm2": lambda: table(RACE, race_lines("smollm2")),
-    "race_smollm2_final": lambda: table(RACE_FINAL, final_lines("smollm2")),
     "trl_methods": lambda: plain_table("trl_methods", "method", {
         "reward": ("reward", 2), "raw_kl": ("raw KL", 3), "adapted_kl": ("adapted KL", 3),
         "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
