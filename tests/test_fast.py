@@ -20,6 +20,7 @@ from forked import REPOSITORY, in_new_process
 from support import edits
 
 # Name -> transformers class and what its configuration changes
+FAST = {"decode", "rows_to_decode", "draw_from", "token_statistics"}
 FAMILIES = {
     "Qwen3": ("Qwen3ForCausalLM", {}),
     "Llama, tied": ("LlamaForCausalLM", dict(tie_word_embeddings=True)),
@@ -212,7 +213,7 @@ def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch, capsys)
     monkeypatch.setattr(starter, "scale_logits", lambda logits, temperature: torch.cat(
         [logits[:, :50], torch.full_like(logits[:, 50:], -torch.inf)], dim=1) / temperature)
     model = make_model(*FAMILIES["Qwen3"])
-    assert attach(model, max_new_tokens=max_new_tokens) == {*edits.SHIPPED} - {"read_problems"}
+    assert attach(model, max_new_tokens=max_new_tokens) == FAST
     assert capsys.readouterr().out.startswith("support.fast runs decode, token_statistics, ")
     assert model.config._attn_implementation == "starter"
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -235,8 +236,7 @@ def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, ca
     original = getattr(starter, name).__wrapped__
     edited.__name__ = name
     monkeypatch.setattr(starter, name, starter.mechanics(edited))
-    assert attach(make_model(*FAMILIES["Qwen3"])) == {*edits.SHIPPED} - {
-        "read_problems", name, partner}
+    assert attach(make_model(*FAMILIES["Qwen3"])) == FAST - {name, partner}
     assert f"{name} was edited: it runs, and not the one of support/" in capsys.readouterr().out
 
 

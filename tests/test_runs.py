@@ -160,7 +160,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
         run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
     assert ended.value.code == status
     printed = capsys.readouterr().out
-    assert "stopping after this step, with a checkpoint, the model and a report; once" in printed
+    assert "stopping after this step; once more: without a checkpoint, now" in printed
     assert steps_in(printed) == [1, 2, 3] and steps_in(printed, "Eval at step") == [0, 3]
     [folder] = (tmp_path / "runs").iterdir()
     assert f"stopped after step 3 of 6; to go on, add --resume {folder} to the" in printed
