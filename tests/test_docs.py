@@ -100,4 +100,8 @@ def test_data_and_reward_of_the_readme_train(checkpoint, tmp_path, monkeypatch):
         small.pop(name, None)
     example = re.sub(r"(starter\.main\([^)]*)\)", r"\1, **small)", example)
     exec(compile(example, "README.md", "exec"), {"small": small})  # noqa: S102  our own page
-    assert list(tmp_path.glob("*/model/config.json"))
+    [config] = tmp_path.glob("*/model/config.json")
+    [chat] = [block for block in blocks("python") if "pipeline(" in block]
+    said = subprocess.run([sys.executable, "-c", chat.replace("runs/<run>/model", str(
+        config.parent))], text=True, capture_output=True, check=True).stdout
+    assert said.strip()
