@@ -131,14 +131,14 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
 
 
 def score(responses, problems, tokenizer, reward):
-    group_size = len(responses) // len(problems)
+    group_size = len(responses) // max(1, len(problems))  # no skills: nothing
     own, first = share_of(problems)
     some = responses[first * group_size:(first + len(own)) * group_size]
     parts = ([], torch.zeros(0), torch.zeros(0, dtype=torch.bool), {})
     if own:
         parts = starter.score.__wrapped__(some, own, tokenizer, reward)
     texts, rewards, solved, means = zip(*gather([parts]))
-    n = torch.tensor([len(x) for x in texts]) / len(responses)
+    n = torch.tensor([len(x) for x in texts]) / max(1, len(responses))
     return ([text for some in texts for text in some], torch.cat(rewards), torch.cat(solved),
             {name: sum(x.get(name, 0.0) * share.item() for x, share in zip(means, n))
              for name in means[0]})
