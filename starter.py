@@ -580,7 +580,7 @@ def cut_microbatches(batch, max_tokens):
 # 8. Log-probs.  (B, T) ids -> log-probs of the response tokens, by the model's own forward pass.
 
 class TokenStatistics(NamedTuple):
-    """One number for each token, in nats."""
+    """One float for each token, in nats."""
     log_probs: torch.Tensor  # of the label
     exact_kl: torch.Tensor  # KL(policy || reference) over the vocabulary; 0 without a reference
     entropy: torch.Tensor  # without a gradient
@@ -811,20 +811,20 @@ def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_k
     adapted = kl.adapted(raw, mask)
     penalty = adapted
     ratio_to_old = torch.exp(policy_log_probs - old_log_probs).detach()
+    capped = ratio_to_old.clamp(max=kl.ratio_cap)
     has_ratio = kl.estimator != "exact" and kl.gradient == "reverse" and kl.placement == "loss"
     if kl.placement == "loss_to_go":
         has_ratio = True
         later = (sum_to_go(adapted, mask) - adapted).detach()
-        capped = ratio_to_old.clamp(max=kl.ratio_cap)
         penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
 
     d = (policy_log_probs - ref_log_probs).detach()
-    shown = {name: estimate(d.clamp(-20, 20)) for name, estimate in ESTIMATORS.items()}
+    shown = {name: capped * estimate(d.clamp(-20, 20)) for name, estimate in ESTIMATORS.items()}
     shown["exact"] = shown["k3"] if exact_kl is None else exact_kl
     return penalty, {
         "kl_penalty_mean": shown[kl.estimator], "kl_per_token": shown["exact"],
         **{f"kl_{name}": shown[name] for name in ESTIMATORS},
-        "adaptive_kl/adapted_kl": adapted,
+        "adaptive_kl/adapted_kl": adapted if kl.estimator == "exact" else capped * adapted,
         "kl_capped_frac": ((ratio_to_old > kl.ratio_cap) & has_ratio
                            | (d.abs() > kl.log_ratio_cap)),
     }
@@ -900,11 +900,11 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, statist
 
 
 def rows_that_learn(policy, batch, cfg, ref_model=None):
-    """Returns the batch without the rows from which nothing is learnt, such as those of groups with
-    equal rewards; with a reference it returns all. It asks the loss above for its derivative at
-    made-up statistics, without a forward pass, so that a term of yours (an entropy bonus, say)
-    keeps the rows that it needs. If none learns, the first stays, so that AdamW does its step."""
-    if ref_model is not None:
+    """Returns the batch without rows from which nothing is learnt, such as those of groups with
+    equal rewards; with a reference or several epochs, all. Asks the loss above for its derivative
+    at made-up statistics, so that a term of yours (an entropy bonus, say) keeps the rows that it
+    needs. If none learns, the first stays, so that AdamW does its step."""
+    if ref_model is not None or cfg.epochs_per_rollout > 1:
         return batch
     made_up = [batch["rollout_log_probs"] - 0.1 * i for i in range(len(TokenStatistics._fields))]
     statistics = TokenStatistics(*(values.requires_grad_() for values in made_up))
@@ -1470,10 +1470,9 @@ def test_gradient_does_not_depend_on_microbatch_size():
     for changes in (dict(loss_average="grpo"), dict(kl_estimator="exact", kl_in="loss_to_go"),
                     dict(loss_average="dr_grpo", kl_estimator="k1", kl_in="reward")):
         cfg = cfg_with(**changes)
-        whole_step = gradient_of_a_step(10_000, cfg)
-        for max_tokens in (60, 1):
-            ours = gradient_of_a_step(max_tokens, cfg)
-            torch.testing.assert_close(ours, whole_step, rtol=0, atol=1e-6)
+        whole = gradient_of_a_step(10_000, cfg)
+        for n in (60, 1):
+            torch.testing.assert_close(gradient_of_a_step(n, cfg), whole, rtol=0, atol=1e-6)
 
 
 def test_functions():
@@ -1484,8 +1483,9 @@ def test_functions():
         try:
             globals()[name]()
             print(f"ok: {title}")
-        except Exception as error:  # whatever an edit above may cause
-            print(f"FAILED: {title} no longer holds ({type(error).__name__}: {error!s:.50})")
+        except Exception as error:  # an edit above
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"FAILED: {title} no longer holds ({reason:.80})")
 
 
 if __name__ == "__main__":

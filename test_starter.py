@@ -482,9 +482,9 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
     found = metadata_of()
     assert [found[f"clip_frac{side}"] for side in ("_low", "_high", "")] == [2 / 8, 1 / 8, 3 / 8]
     assert found["ratio_mean"] == pytest.approx(7.9 / 8)
-    d = [0.5 * math.log(ratio) for row in ratios for ratio in row[:4]]
+    of_tokens = [ratio for row in ratios for ratio in row[:4]]
     for estimator in ("k1", "k2", "k3"):
-        mean = sum(kl_by_hand(estimator, x) for x in d) / 8
+        mean = sum(x * kl_by_hand(estimator, 0.5 * math.log(x)) for x in of_tokens) / 8
         assert found[f"kl_{estimator}"] == pytest.approx(mean, rel=1e-5)
     assert found["kl_penalty_mean"] == found["kl_k3"] == found["kl_per_token"]
     exact_kl = torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99]])
@@ -552,6 +552,18 @@ def test_kl_to_go_is_the_gradient_of_the_sequence_kl(estimator, placement):
                                    1.0, mask, kl, exact_kl)
     ours, = torch.autograd.grad((loss.sum(dim=1) * probability.detach()).sum(), logits)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_logged_kl_of_older_samples_is_that_of_the_present_policy(estimator):
+    """Summed over a vocabulary that the old policy samples, without the cut of the ratio."""
+    generator = torch.Generator().manual_seed(0)
+    policy, ref, old = torch.randn(3, 1, 5, generator=generator).double().log_softmax(dim=2)
+    kl = KLSettings(estimator, ratio_cap=math.inf)
+    _, logged = starter.kl_penalty(policy, ref, old, torch.ones(1, 5, dtype=torch.bool), kl)
+    expected = (policy.exp() * (policy - ref)).sum()
+    for name in ("kl_penalty_mean", f"kl_{estimator}", "adaptive_kl/adapted_kl"):
+        torch.testing.assert_close((old.exp() * logged[name]).sum(), expected)
 
 
 def test_kl_estimators_match_hand_computed_values():
@@ -876,6 +888,8 @@ def test_rows_learn_from_terms_and_advantages_of_your_own():
     advantages[2, 5] = 1.0  # after the end of the third response
     left = starter.rows_that_learn(policy, make_step(responses, advantages=advantages), cfg_with())
     assert torch.equal(left["labels"], batch["labels"][1:2])
+    # A term may have a gradient where the ratio is no longer 1.
+    assert starter.rows_that_learn(policy, batch, cfg_with(epochs_per_rollout=2)) is batch
 
 
 def test_gradient_in_bf16_is_off_by_its_rounding_only(policy, path):

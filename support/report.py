@@ -29,7 +29,8 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
                          f"({100 * (after - before):+.1f} points)")
     low, high = wilson_interval(result["after"]["solved"], n)
     lines += [f"solved: 95 % interval {low:.1%} to {high:.1%}, of {n} held-out problems",
-              f"KL(policy || start): {result['kl_per_token']:.3f} nats per token, "
+              f"KL(policy || {'start' if ref_model is None else 'reference'}): "
+              f"{result['kl_per_token']:.3f} nats per token, "
               f"{result['kl_per_sequence']:.2f} nats per response"]
     if cfg.use_kl_penalty and cfg.kl.rule_among(starter.COEFFICIENT_RULES):
         lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {state['kl']['beta']:.3g} now")

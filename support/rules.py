@@ -17,7 +17,7 @@ from starter import InputError
 
 SWITCHES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
-# The smallest and the largest value of a number, where they are not 0 and 10**9
+# The smallest and the largest value of a number
 LIMITS = {
     "n_train_steps": (1, 10**9), "rollout_batch_size": (2, 10**9), "group_size": (2, 10**9),
     "max_new_tokens": (1, 10**9), "temperature": (0.01, 10), "gpu_mem_util": (0.05, 0.95),
@@ -26,7 +26,8 @@ LIMITS = {
     "beta_schedule_steps": (1, 10**9), "learning_rate": (1e-12, 1), "weight_decay": (0, 1),
     "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
     "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10),
-}
+} | dict.fromkeys("seed lora_rank warmup_steps kl_coef beta_min kl_clip_threshold eval_every "
+                  "save_every max_sampler_diff".split(), (0, 10**9))
 KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default
 MAY_BE_NONE = {"importance_cap", "max_sampler_diff"}
 
@@ -117,7 +118,7 @@ def check_kinds(cfg):
             words, works = OTHERS[name]
             value = given if works(given) else None
         elif kind in (bool, int, float, str):
-            words, value = converted(given, kind, *LIMITS.get(name, (0, 10**9)))
+            words, value = converted(given, kind, *LIMITS.get(name, (-10**9, 10**9)))
         else:
             continue
         if value is None:

@@ -139,8 +139,8 @@ def test_new_parameter_of_main_and_new_average_need_no_rule(monkeypatch):
         for name in sorted(names)])
     monkeypatch.setattr(starter, "main", main)
     for changes, message in (
-            (dict(entropy_coef="high"), "entropy_coef = 'high' must be a number from 0 to "),
-            (dict(n_tries=2.5), "n_tries = 2.5 must be a whole number from 0 to "),
+            (dict(entropy_coef="high"), "entropy_coef = 'high' must be a number from -"),
+            (dict(n_tries=2.5), "n_tries = 2.5 must be a whole number from -"),
             (dict(shuffle=3), "shuffle = 3 must be True or False; the default is False"),
             (dict(kl_window=5), f"kl_window = 5 {NOTHING}use_kl_penalty = True")):
         with pytest.raises(InputError, match=message):

