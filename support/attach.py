@@ -21,7 +21,6 @@ def check(run):
         cfg.model_id = tasks.TINY
     guards.lock(run)
     rules.check_resume(run)
-    models.check_type(cfg.model_id)
     memory.check_fits(cfg)
     ranks.join(run)
     if cfg.engine == "vllm":

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import starter
+from support import models
 from support.fast import LOGITS_AT_ONCE
 
 PROMPT = 150  # tokens, where no prompt is known yet
@@ -87,8 +88,12 @@ def check_fits(cfg):
 
     try:
         config = AutoConfig.from_pretrained(cfg.model_id)
-        needed = needed_gb()
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
+        return
+    models.check_type(config, cfg.model_id)
+    try:
+        needed = needed_gb()
+    except Exception:
         return
     free = free_gb(cfg)
     if needed <= free:

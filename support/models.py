@@ -1,19 +1,14 @@
 """Whether starter.py is right for the model that was loaded, asked before it trains."""
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import starter
 from starter import InputError
 from support import edits
 
 
-def check_type(model_id):
-    """Raises InputError for a model that transformers has no class for as a model of text alone. A
-    name that cannot be read passes: starter.init_policy says why."""
-    try:
-        config = AutoConfig.from_pretrained(model_id)
-    except Exception:  # whatever others wrote into its files
-        return
+def check_type(config, model_id):
+    """Raises InputError for a model that transformers has no class for as a model of text alone."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise InputError(f"model_id = {str(model_id)!r} is of the type {config.model_type!r}, for "
                          "which transformers has no model of text alone (AutoModelForCausalLM); "
@@ -37,7 +32,9 @@ def check_reading(policy, prompts, cfg):
         fault = f"its forward or backward pass fails ({type(error).__name__}: {error!s:.150})"
     policy.zero_grad()
     if fault:
-        raise InputError(f"{name} cannot be trained here: {fault}; give another model")
+        remedy = ("leave gradient_checkpointing out" if "gradient_checkpointing" in fault else
+                  "give another model")
+        raise InputError(f"{name} cannot be trained here: {fault}; {remedy}")
     if edits.is_shipped("decode") and not decodes_as_it_reads(policy, prompts, cfg):
         starter.MECHANICS["decode"] = decode_without_cache
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
@@ -72,7 +69,7 @@ def fault_of_reading(policy, prompts, cfg):
         difference = (log_softmax(whole) - log_softmax(trained)).abs().max().item()
         if not difference < 0.01:
             return (f"in train mode, which gradient_checkpointing needs, its log-probs change by "
-                    f"{difference:.2g} nats; leave gradient_checkpointing out")
+                    f"{difference:.2g} nats")
     if not all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None):
         return "a gradient is not finite"
     if sum(p.detach().double().sum() for p in policy.parameters()) != checksum:

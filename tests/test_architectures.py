@@ -9,6 +9,7 @@ import starter  # before torch, for which it sets variables
 
 import torch
 from lab import architectures as A
+from support import memory
 
 # Name -> whether support/fast.py fits it. It fits attention over everything before.
 FAMILIES = {
@@ -133,7 +134,7 @@ def test_model_that_decodes_otherwise_than_it_reads_samples_without_a_cache(name
 def test_type_without_a_model_of_text_alone_is_refused_before_it_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
     with pytest.raises(starter.InputError, match="of the type 'mistral3', for which transformers"):
-        A.models.check_type(tmp_path)
+        memory.check_fits(starter.cfg_with(model_id=str(tmp_path)))
 
 
 # --------------------------------------------------------------------------------------------------
