@@ -78,7 +78,8 @@ def make_folder(folder, **shape):
         for problem in problems:
             print(json.dumps({"prompt": problem["prompt"], "answer": problem["target"]}), file=file)
     return dict(preset="tiny", model_id=str(folder / "model"), task=str(folder / "problems.jsonl"),
-                max_new_tokens=shape["new_tokens"], learning_rate=1e-6, n_eval_problems=8,
+                rollout_batch_size=256, max_new_tokens=shape["new_tokens"],
+                learning_rate=1e-6, n_eval_problems=8,
                 eval_every=0, save_every=0, n_train_steps=WARM_UP + STEPS)
 
 
