@@ -8,15 +8,13 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
 
-It reads in the order in which the data flows: problems, prompts, rollout, rewards, advantages,
-microbatches, log-probs, loss, update, and at the end the loop and its numbers.
+It reads in the order in which the data flows, from problems to the loop and its numbers.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
 the KL term reports k3 but has the gradient of KL(policy || reference), which k3's own is not; and
-the sampler's log-probs correct for what its engine computes differently. Watch the reward: the loss
-does not measure progress, since the advantages of a group sum to 0.
+the sampler's log-probs correct for what its engine computes differently.
 
 Needs torch, transformers and tensorboard, and vLLM for fast rollouts on a GPU. The folder support/
 is optional: it makes the same computation faster, adds LoRA and several processes, and watches over
@@ -328,9 +326,8 @@ def draw_tokens(logits, uniform, temperature):
 
 @mechanics
 def rows_to_decode(prompts, max_new_tokens):
-    """Prompts -> lists of the indices of those that are decoded together. They have equal lengths,
-    so that no row is padded: padding between a prompt and its response would count as tokens in
-    recurrent and sliding-window layers."""
+    """Prompts -> lists of the indices of those that are decoded together. They have equal lengths:
+    recurrent and sliding-window layers would count padding before the response as tokens."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
         n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
@@ -405,10 +402,9 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 # --------------------------------------------------------------------------------------------------
 # 5. Reward.  Response text, problem -> 1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
 #
-# To use another reward, write a function (response_text, problem) -> number and give it to main(),
-# or several with their weights: reward=[(reward_fn, 1.0), (brevity, 0.1)]. The weighted sum is what
-# is learnt; the first of them says whether a response is solved (1 or more). A function with a
-# parameter named response gets the Response as well: its tokens, and whether it finished.
+# To use another, write a function (response_text, problem) -> number and give it to main(), or
+# several with weights: reward=[(reward_fn, 1.0), (brevity, 0.1)]. Their weighted sum is learnt; the
+# first says what is solved (1 or more). A parameter named response gets the Response as well.
 
 # One number and nothing else, as in "x = 5", "-12 C", "$1,234.50", "18 %" or "72 clips".
 NUMBER = re.compile(
@@ -436,33 +432,26 @@ def same_answer(answer, gold):
     return all(a == b or "" in (a, b) for a, b in zip(*parts))
 
 
-def last_number(text):
-    """The last number in a text: "23 + 45 = 68." -> "68". "" where its end has none."""
-    end = text if len(text) <= 200 else re.sub(r"^\S*", "", text[-200:])  # no half numbers
-    found = re.findall(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", end, re.ASCII)
-    return found[-1].rstrip(",") if found else ""
+def tagged_answer(text):
+    """The text between the last <answer> and </answer>, or "" where there is none."""
+    head, closed, _ = text[-200_000:].rpartition("</answer>")
+    _, opened, answer = head.rpartition("<answer>")
+    return answer.strip() if closed and opened else ""
 
 
-# By a key of the problem: whether the text between the answer tags solves it. support/tasks.py adds
-# one for Countdown.
-CHECKS = {"answer": lambda answer, problem: same_answer(answer, str(problem["answer"]))}
+SCORERS = {}  # by a key of the problem: a function like reward_fn. support/tasks.py has some
 
 
 def reward_fn(response_text, problem):
-    """Compares the last <answer>...</answer> of the text with the problem. Returns 1.0 if it is
-    right, 0.1 if it is there but wrong, 0.0 otherwise. Any text is safe to give. Of a problem with
-    "last_number" the last number of the text is the answer, without tags."""
-    if problem.get("last_number"):
-        return float(same_answer(last_number(response_text), str(problem["answer"])))
-    head, closed, _ = response_text[-200_000:].rpartition("</answer>")
-    _, opened, answer = head.rpartition("<answer>")
-    answer = answer.strip()
-    if not (closed and opened and answer):
+    """Compares the last <answer>...</answer> of the text with problem["answer"]. Returns 1.0 if it
+    is right, 0.1 if it is there but wrong, 0.0 otherwise. Any text is safe to give."""
+    for key, scorer in SCORERS.items():
+        if problem.get(key):
+            return scorer(response_text, problem)
+    answer = tagged_answer(response_text)
+    if not answer:
         return 0.0
-    for key, is_solution in CHECKS.items():
-        if key in problem:
-            return 1.0 if is_solution(answer, problem) else 0.1
-    raise InputError(f"a problem has none of {[*CHECKS]}; give a reward of your own")
+    return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
 @mechanics
@@ -505,8 +494,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
-    metadata = {"reward_mean": rewards.mean().item(),
-                "reward_std": groups.std(dim=1).mean().item(),
+    metadata = {"reward_mean": rewards.mean().item(), "reward_std": groups.std(dim=1).mean().item(),
                 "frac_zero_std": all_equal.float().mean().item()}
     return advantages.reshape(-1), metadata
 
@@ -526,15 +514,16 @@ def make_batch(responses, advantages, device):
     The mask comes from lengths and not from ids: the stop token may well be the padding token.
     """
     rows = {"input_ids": [], "labels": [], "response_mask": [], "rollout_log_probs": []}
+    width = max(len(r.prompt_ids) + len(r.response_ids) for r in responses) - 1
     for r in responses:
         ids = [*r.prompt_ids, *r.response_ids]
-        zeros = [0] * (len(r.prompt_ids) - 1)
-        rows["input_ids"].append(torch.tensor(ids[:-1]))
-        rows["labels"].append(torch.tensor(ids[1:]))
-        rows["response_mask"].append(torch.tensor(zeros + [1] * len(r.response_ids)).bool())
-        rows["rollout_log_probs"].append(torch.tensor(zeros + list(r.log_probs)).float())
-    batch = {name: torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-             for name, tensors in rows.items()}
+        before, after = len(r.prompt_ids) - 1, width + 1 - len(ids)
+        rows["input_ids"].append(ids[:-1] + [0] * after)
+        rows["labels"].append(ids[1:] + [0] * after)
+        rows["response_mask"].append(
+            [False] * before + [True] * len(r.response_ids) + [False] * after)
+        rows["rollout_log_probs"].append([0.0] * before + [*r.log_probs] + [0.0] * after)
+    batch = {name: torch.tensor(values, device=device) for name, values in rows.items()}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     elif advantages.shape[1] > 1:  # from places in the response to columns
@@ -580,11 +569,12 @@ def cut_microbatches(batch, max_tokens):
 # 8. Log-probs.  (B, T) ids -> log-probs of the response tokens, by the model's own forward pass.
 
 class TokenStatistics(NamedTuple):
-    """One float for each token, in nats."""
+    """One float for each token, in nats. The last three are 0 without a reference."""
     log_probs: torch.Tensor  # of the label
-    exact_kl: torch.Tensor  # KL(policy || reference) over the vocabulary; 0 without a reference
     entropy: torch.Tensor  # without a gradient
     ref_log_probs: torch.Tensor  # the reference's log-prob of the label; without a gradient
+    exact_kl: torch.Tensor  # KL(policy || reference) over the vocabulary
+    forward_kl: torch.Tensor  # KL(reference || policy) over the vocabulary
 
 
 def statistics_of_logits(logits, labels, temperature, ref_logits=None):
@@ -596,11 +586,12 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     log_probs = log_p.gather(1, labels)[:, 0]
     entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1).detach()
     if ref_logits is None:
-        return TokenStatistics(log_probs, torch.zeros_like(entropy), entropy,
-                               torch.zeros_like(entropy))
+        return TokenStatistics(log_probs, entropy, *[torch.zeros_like(entropy)] * 3)
     ref_log_p = scale_logits(ref_logits, temperature).log_softmax(dim=1)
     exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(0.0, neginf=0.0)).sum(dim=1)
-    return TokenStatistics(log_probs, exact_kl, entropy, ref_log_p.gather(1, labels)[:, 0])
+    forward_kl = (ref_log_p.exp() * (ref_log_p - log_p).nan_to_num(0.0, 0.0, 0.0)).sum(dim=1)
+    return TokenStatistics(log_probs, entropy, ref_log_p.gather(1, labels)[:, 0], exact_kl,
+                           forward_kl)
 
 
 @mechanics
@@ -653,6 +644,10 @@ ESTIMATORS = {
 }
 
 
+# Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
+EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
+
+
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
     if estimator not in ESTIMATORS:
@@ -698,11 +693,11 @@ class KLSettings:
     def __post_init__(self):
         """Raises InputError for a value that is not known: it would act like another."""
         rules = [rule for rule in self.adaptation.split("+") if rule != "none"]
-        if len(rules) > 1 and (rules[0] in TERM_RULES) == (rules[1] in TERM_RULES):
+        if len({rule in TERM_RULES for rule in rules}) < len(rules):
             raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
                              "give one for the term and one for the coefficient at most")
         for name, value, options in (
-            ("kl_estimator", self.estimator, [*ESTIMATORS, "exact"]),
+            ("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT]),
             ("kl_gradient", self.gradient, ["reverse", "as_written"]),
             ("kl_in", self.placement, ["loss", "loss_to_go", "reward"]),
             *(("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES]) for rule in rules),
@@ -729,10 +724,10 @@ class KLSettings:
 def kl_settings(cfg):
     """Returns the KLSettings in main()'s parameters."""
     usual = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
-    threshold = usual if cfg.kl_clip_threshold is None else cfg.kl_clip_threshold
-    return KLSettings(cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
-                      threshold, cfg.kl_target, cfg.dynamic_beta_decay, cfg.reward_threshold,
-                      cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
+    return KLSettings(
+        cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
+        cfg.kl_clip_threshold or usual, cfg.kl_target, cfg.dynamic_beta_decay,
+        cfg.reward_threshold, cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
 
 
 class KLController:
@@ -760,22 +755,22 @@ class KLController:
             self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
 
 
-def kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_kl=None):
+def kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl=None):
     """(B, T) log-probs, KLSettings -> (B, T) KL, with the estimator's value.
 
-    "reverse": its gradient is r * d * grad log pi with r = pi / old, which is that of each token's
-    KL(policy || reference), on the policy's own samples and in later epochs. r is cut at
-    kl.ratio_cap and d at +-kl.log_ratio_cap, which bounds the gradient and biases it there.
-    "as_written": autograd through the estimator, to reproduce papers. The estimator "exact" sums
-    over the vocabulary; exact_kl (B, T) brings its own gradient."""
-    if kl.estimator == "exact" and exact_kl is not None:
+    "reverse": its gradient is r * d * grad log pi with r = pi / sampler, which is that of each
+    token's KL(policy || reference), whoever sampled it. r is cut at kl.ratio_cap and d at
+    +-kl.log_ratio_cap, which bounds the gradient and biases it there. "as_written": autograd
+    through the estimator, to reproduce papers. Of the estimators in EXACT, exact_kl (B, T) brings
+    value and gradient."""
+    if kl.estimator in EXACT and exact_kl is not None:
         return exact_kl
     if kl.gradient == "as_written":
         return compute_kl_divergence(policy_log_probs, ref_log_probs, kl.estimator)
     d = (policy_log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
-    ratio_to_old = torch.exp(policy_log_probs - old_log_probs).detach().clamp(max=kl.ratio_cap)
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach().clamp(max=kl.ratio_cap)
     value = compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl.estimator)
-    return with_gradient_of(value, ratio_to_old * d * policy_log_probs)
+    return with_gradient_of(value, ratio * d * policy_log_probs)
 
 
 def with_gradient_of(value, surrogate):
@@ -790,9 +785,8 @@ def sum_to_go(kl, mask):
 
 def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, kl=KLSettings()):
     """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages, less kl_coef *
-    KL of this token and of all later ones. With k1 the policy gradient then holds that of the whole
-    response's KL, where the loss divides by a constant and no ratio is clipped. With a term rule
-    each token pays for the whole response, as in print."""
+    KL of this token and of all later ones: with k1 the gradient of the whole response's KL, where
+    the loss divides by a constant. With a term rule each token pays for all tokens, as in print."""
     d = (log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
     penalty = compute_kl_divergence(d, torch.zeros_like(d), kl.estimator)
     if kl.rule_among(TERM_RULES) is None:
@@ -800,19 +794,19 @@ def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, 
     return advantages - kl_coef * sum_to_go(kl.adapted(penalty, mask), mask)[:, :1]
 
 
-def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_kl=None):
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exact_kl=None):
     """(B, T) log-probs, KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
 
     Placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
-    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well. On the policy's own samples the sum is then
-    the gradient of the whole response's KL; with "exact" it has the lowest variance
-    (Rao-Blackwell). "reward": the KL is in the advantages."""
-    raw = kl_with_gradient(policy_log_probs, ref_log_probs, old_log_probs, kl, exact_kl)
-    adapted = kl.adapted(raw, mask)
-    penalty = adapted
-    ratio_to_old = torch.exp(policy_log_probs - old_log_probs).detach()
-    capped = ratio_to_old.clamp(max=kl.ratio_cap)
-    has_ratio = kl.estimator != "exact" and kl.gradient == "reverse" and kl.placement == "loss"
+    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
+    gradient of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell).
+    "reward": the KL is in the advantages."""
+    raw = kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl)
+    adapted = penalty = kl.adapted(raw, mask)
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    capped = ratio.clamp(max=kl.ratio_cap)
+    is_exact = kl.estimator in EXACT
+    has_ratio = not is_exact and kl.gradient == "reverse" and kl.placement == "loss"
     if kl.placement == "loss_to_go":
         has_ratio = True
         later = (sum_to_go(adapted, mask) - adapted).detach()
@@ -820,21 +814,20 @@ def kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl, exact_k
 
     d = (policy_log_probs - ref_log_probs).detach()
     shown = {name: capped * estimate(d.clamp(-20, 20)) for name, estimate in ESTIMATORS.items()}
-    shown["exact"] = shown["k3"] if exact_kl is None else exact_kl
     return penalty, {
-        "kl_penalty_mean": shown[kl.estimator], "kl_per_token": shown["exact"],
+        "kl_penalty_mean": raw if is_exact else shown[kl.estimator],
+        "kl_per_token": shown["k3"] if exact_kl is None else exact_kl,
         **{f"kl_{name}": shown[name] for name in ESTIMATORS},
-        "adaptive_kl/adapted_kl": adapted if kl.estimator == "exact" else capped * adapted,
-        "kl_capped_frac": ((ratio_to_old > kl.ratio_cap) & has_ratio
-                           | (d.abs() > kl.log_ratio_cap)),
+        "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
+        "kl_capped_frac": (ratio > kl.ratio_cap) & has_ratio | (d.abs() > kl.log_ratio_cap),
     }
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, mask=None, kl=KLSettings(), exact_kl=None):
+                 kl_coef=0.0, mask=None, kl=KLSettings(), exact_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef *
     KL, and metadata: scalars, means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    a pair (low, high) (DAPO's "clip-higher")."""
+    a pair (low, high) (DAPO's "clip-higher"). sampler_log_probs: for the KL term; None: the old."""
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
@@ -852,9 +845,9 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 
     if ref_log_probs is not None:
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        penalty, kl_metadata = kl_penalty(policy_log_probs, ref_log_probs, old_log_probs, mask, kl,
-                                          exact_kl)
-        metadata |= kl_metadata
+        sampler = old_log_probs if sampler_log_probs is None else sampler_log_probs
+        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler, mask, kl, exact_kl)
+        metadata |= of_kl
         if kl_coef and kl.placement != "reward":
             loss = loss + kl_coef * penalty
     return loss, {name: masked_mean(x.detach().to(loss.dtype), mask)
@@ -876,24 +869,29 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, statist
     if statistics is None:
         statistics = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
     log_probs = statistics.log_probs
+    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
-    exact_kl = None if ref_model is None else statistics.exact_kl
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
 
     advantages = rows["advantages"]
     if ref_model is not None and cfg.kl.placement == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
                                             mask, kl_coef, cfg.kl)
+    sampler_log_probs = old_log_probs
     sampler_error = old_log_probs - rows["rollout_log_probs"]
     if cfg.importance_cap is not None:
         # The sampler's engine computes slightly other log-probs than the trainer; this corrects
-        # the policy term for it (truncated importance sampling, arXiv:2508.04700).
+        # both terms for it (truncated importance sampling, arXiv:2508.04700).
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
+        sampler_log_probs = rows["rollout_log_probs"]
 
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl)
+                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, sampler_log_probs)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
+    if ref_model is not None:
+        metadata["kl_per_token"] = masked_mean(statistics.exact_kl.detach(), mask)
+        metadata["kl_forward"] = masked_mean(statistics.forward_kl.detach(), mask)
     metadata["entropy"] = masked_mean(statistics.entropy.detach(), mask)
     metadata["sampler_logprob_diff"] = masked_mean(sampler_error.abs(), mask)
     return loss.detach(), metadata
@@ -902,8 +900,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, statist
 def rows_that_learn(policy, batch, cfg, ref_model=None):
     """Returns the batch without rows from which nothing is learnt, such as those of groups with
     equal rewards; with a reference or several epochs, all. Asks the loss above for its derivative
-    at made-up statistics, so that a term of yours (an entropy bonus, say) keeps the rows that it
-    needs. If none learns, the first stays, so that AdamW does its step."""
+    at made-up statistics: a term of yours (an entropy bonus, say) keeps the rows that it needs. If
+    none learns, the first stays, so that AdamW does its step."""
     if ref_model is not None or cfg.epochs_per_rollout > 1:
         return batch
     made_up = [batch["rollout_log_probs"] - 0.1 * i for i in range(len(TokenStatistics._fields))]
@@ -939,6 +937,13 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
     texts, rewards, solved, means = score(responses[:n], problems.held_out, tokenizer, cfg.reward)
     metrics = {"solved": solved.float().mean().item(), "reward_mean": rewards.mean().item(),
                "response_length": sum(len(r.response_ids) for r in responses[:n]) / n, **means}
+    if cfg.eval_samples > 1:  # pass@k of more samples, unbiased (arXiv:2107.03374)
+        more = rollout(policy, llm, prompts[:n], cfg, "pass@k", cfg.eval_samples, cfg.temperature)
+        _, _, solved, _ = score(more, problems.held_out, tokenizer, cfg.reward)
+        n_wrong = (~solved).reshape(n, -1).sum(dim=1).tolist()
+        for k in (2**i for i in range(cfg.eval_samples.bit_length())):
+            missed = sum(math.comb(wrong, k) for wrong in n_wrong) / math.comb(cfg.eval_samples, k)
+            metrics[f"pass_at_{k}"] = 1 - missed / n
     _, _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn)
     for skill in sorted({problem["skill"] for problem in problems.skills}):
         of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
@@ -1010,9 +1015,6 @@ class Run:
                     self.state = self.saved["state"]
                     break
             print(f"Warning: {path} is damaged; going back to the checkpoint before it")
-        if self.cfg.n_train_steps < self.state["step"]:
-            raise InputError(f"n_train_steps = {self.cfg.n_train_steps} counts from the start, and "
-                             f"{self.folder} has done {self.state['step']} steps; use more")
 
     def open(self, policy, optimizer):
         """Loads the checkpoint if there is one, and makes the folder."""
@@ -1044,8 +1046,8 @@ class Run:
             print(f"Warning: nothing more is logged: {error}", flush=True)
 
     def save(self):
-        """Writes weights, AdamW's moments and the state to checkpoint_<step>_<checksum>.pt. The
-        file gets this name when it is on the disk: a checkpoint is whole or it is not there."""
+        """Writes weights, AdamW's moments and the state to checkpoint_<step>_<checksum>.pt, which
+        gets this name when it is on the disk: a checkpoint is whole or it is not there."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=self.options)
         if not self.is_first:
@@ -1071,25 +1073,22 @@ class Run:
 # 12. The loop.
 
 def check_log_probs(means, step, cfg, first_diff):
-    """Raises RunStopped where the sampler has stale weights: in nats per token it must not differ
-    from the trainer by much more than in the first step, when both have the weights of the
-    checkpoint. In the first step the reference must still equal the policy."""
+    """Raises RunStopped where the sampler has stale weights: it must not differ from the trainer by
+    much more than in the first step. There the reference must still equal the policy."""
     diff, limit = means["sampler_logprob_diff"], cfg.max_sampler_diff
     if limit == "auto":  # bf16 engines round by 0.01 to 0.1, GPUs multiply in TF32 in places
         limit = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
         limit = 0.1 if cfg.bf16 and step == 1 else limit + 4 * (first_diff or 0.0)
     text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
-    if limit is not None and not diff <= limit and (step > 1 or cfg.engine == "vllm"):
-        raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights; "
-                         "check load_policy_into_vllm_instance. To sample off-policy on purpose, "
-                         "see max_sampler_diff and recipes/off_policy.patch")
     if limit is not None and not diff <= limit:
-        print(f"Warning: {text}, with equal weights: draw_tokens has another distribution than the "
-              "loss, or the model decodes otherwise than it reads")
-    from_reference = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
-    if step == 1 and not from_reference < (0.5 if cfg.bf16 else 1e-4):
-        raise RunStopped(f"policy and reference differ by {from_reference:.2g} nats before any "
-                         "update: that is not the starting model, or it is scored otherwise")
+        if step > 1 or cfg.engine == "vllm":
+            raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights; "
+                             "check load_policy_into_vllm_instance. To sample off-policy on "
+                             "purpose, see max_sampler_diff and recipes/off_policy.patch")
+        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree")
+    moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
+    if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
+        raise RunStopped(f"policy and reference differ by {moved:.2g} nats before training")
 
 
 def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0,
@@ -1119,7 +1118,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         # 2. Score them. Only differences within a group matter from here on.
         texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
         advantages, metrics = compute_group_normalized_advantages(
-            rewards, cfg.group_size, ADVANTAGE_EPS, cfg.normalize_by_std)
+            rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
 
         # 3. Lay the step out in (B, T) microbatches. The weight of each token in the loss is
         #    fixed here, for the whole step: the gradient does not depend on the cut.
@@ -1160,14 +1159,12 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         n_tokens = sum(len(r.response_ids) for r in responses)
         seconds = time.perf_counter() - start
         metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
-        metrics |= {"lr": learning_rate,
-                    "response_length": n_tokens / len(responses),
+        metrics |= {"lr": learning_rate, "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
                     "tokens_per_s": n_tokens / seconds, "skipped_steps": len(state["skipped"]),
                     "time/rollout": rollout_seconds, "time/total": seconds}
         if ref_model is not None:
-            metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
-            metrics["adaptive_kl/raw_kl"] = metrics["kl_penalty"]
+            metrics["kl_penalty"] = metrics["adaptive_kl/raw_kl"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
         state |= {"step": step, "tokens": state["tokens"] + n_tokens, "kl": controller.state,
@@ -1188,7 +1185,6 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 13. The numbers.
 
-ADVANTAGE_EPS = 1e-6  # added to the standard deviation of a group
 LOGITS_AT_ONCE = 1 << 27  # float32 logits that a microbatch may hold, without support/
 
 # What main() takes where its own parameter is None. preset="auto" is "tiny" without a GPU,
@@ -1282,7 +1278,7 @@ def main(
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
-    kl_estimator="k3",  # the value: "k1", "k2", "k3", or "exact" (over the vocabulary)
+    kl_estimator="k3",  # the value: "k1", "k2", "k3", or one of EXACT, over the vocabulary
     kl_gradient="reverse",  # of KL(policy || reference); "as_written": autograd, as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # of TERM_RULES, of COEFFICIENT_RULES, or "dynamic+sigmoid"
@@ -1308,6 +1304,7 @@ def main(
     eval_every=50,  # steps; 0: only before and after
     n_eval_problems=500,  # with 500 the 95 % interval is at most +-4.4 points
     eval_temperature=0.0,  # 0: greedy
+    eval_samples=1,  # more: also pass@1, pass@2, pass@4 ... of that many samples at temperature
     out_dir="runs",  # each run gets a new folder in it, named by its time
     run_name=None,  # ends the folder's name
     save_every=50,  # steps between checkpoints; 0: only at the end and after Ctrl-C or SIGTERM
@@ -1359,8 +1356,7 @@ def main(
     def stop(number, frame):
         run.stop = number
         signal.signal(number, signal.default_int_handler)
-        print(f"\n{signal.Signals(number).name}: stopping after this step; once more: without a "
-              "checkpoint, now", flush=True)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; again: now", flush=True)
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -1382,7 +1378,7 @@ def main(
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")
     if run.stop and run.state["step"] < cfg.n_train_steps:
         print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; to go on, add "
-              f"--resume {run.folder} to the command, or resume = {str(run.folder)!r} to a call")
+              f"--resume {run.folder}, or resume={str(run.folder)!r} in a script")
         raise SystemExit(128 + run.stop)
     return result
 
@@ -1426,7 +1422,7 @@ def expected_kl_gradient(logits, ref_logits, old_logits, kl):
     old_log_probs = old_logits.log_softmax(0)[None]
     statistics = statistics_of_logits(logits.expand(n, n), torch.arange(n), 1.0,
                                       ref_logits.expand(n, n))
-    log_probs, exact_kl, _, ref_log_probs = (values[None] for values in statistics)
+    log_probs, _, ref_log_probs, exact_kl, _ = (values[None] for values in statistics)
     loss, _ = compute_loss(torch.zeros(1, 1), log_probs, old_log_probs, 0.2, ref_log_probs, 1.0,
                            None, kl, exact_kl)
     return torch.autograd.grad((loss * old_log_probs.exp()).sum(), logits)[0]
@@ -1447,16 +1443,21 @@ def test_kl_gradient_matches_enumeration():
     assert as_written.abs().max() < 1e-12  # differentiating k1 itself penalises nothing
 
 
+def test_advantages_compare_a_response_with_its_group():
+    rewards = torch.tensor([1.0, 0.1, 0.1, 0.1])  # two groups of two
+    advantages, _ = compute_group_normalized_advantages(rewards, 2, 1e-6, True)
+    assert advantages[0] > 0 > advantages[1] and not advantages[2:].any()
+
+
 def gradient_of_a_step(max_tokens, cfg):
     """The gradient of one step on a small random model, cut into microbatches of max_tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        policy = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-        ref_model = copy.deepcopy(policy).requires_grad_(False)
-        ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)
+    torch.manual_seed(0)
+    policy = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)).eval()
+    ref_model = copy.deepcopy(policy).requires_grad_(False)
+    ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)
     responses = [Response(list(range(n % 5 + 1)), [(5 * n + i * i) % 32 for i in range(n)],
                           [-3.4] * n, True) for n in (1, 9, 4, 6, 7, 2, 8, 3)]
     batch = make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
@@ -1493,8 +1494,7 @@ if __name__ == "__main__":
         settings = settings_from(sys.argv[1:])
         test_functions()
         main(**settings)
-    except (InputError, RunStopped) as error:
-        sys.exit(f"starter.py stopped: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        print("starter.py stopped: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except (InputError, RunStopped, KeyboardInterrupt) as error:
+        reason = " ".join(str(error).split()) or "interrupted"
+        print(f"starter.py stopped: {reason}", file=sys.stderr)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)

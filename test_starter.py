@@ -522,11 +522,45 @@ def test_kl_gradient_as_written_is_that_of_the_divergence_claimed():
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact", "exact_forward"])
+@pytest.mark.parametrize("placement", ["loss", "loss_to_go"])
+def test_kl_gradient_is_right_where_sampler_old_and_present_policy_differ(estimator, placement):
+    """One token, summed over a vocabulary as the sampler draws it. Without the correction for the
+    sampler only what does not depend on the drawn token is right."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ref, old, sampler = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+    leaf = logits.clone().requires_grad_()
+    log_p, log_q = leaf.log_softmax(dim=0), ref.log_softmax(dim=0)
+    divergence = (log_p.exp() * (log_p - log_q)).sum()
+    if estimator == "exact_forward":
+        divergence = (log_q.exp() * (log_q - log_p)).sum()
+    by_hand, = torch.autograd.grad(divergence, leaf)
+    errors = {}
+    for cap in (1e9, None):
+        cfg = cfg_with(kl_estimator=estimator, kl_in=placement, importance_cap=cap)
+        cfg.kl = KLSettings(estimator, placement=placement, ratio_cap=math.inf)
+        statistics = starter.statistics_of_logits(leaf.expand(6, 6), torch.arange(6), 1.0,
+                                                  ref.expand(6, 6))
+        rows = {"response_mask": torch.ones(6, 1, dtype=torch.bool),
+                "advantages": torch.zeros(6, 1, dtype=torch.float64),
+                "weights": sampler.softmax(dim=0)[:, None],
+                "rollout_log_probs": sampler.log_softmax(dim=0)[:, None],
+                "old_log_probs": old.log_softmax(dim=0)[:, None]}
+        leaf.grad = None
+        starter.grpo_microbatch_step(None, rows, cfg, "a reference", 1.0, starter.TokenStatistics(
+            *(values[:, None] for values in statistics)))
+        errors[cap] = (leaf.grad - by_hand).abs().max()
+    assert errors[1e9] < 1e-12
+    assert (errors[None] > 0.01) == (estimator in starter.ESTIMATORS)
+
+
 @pytest.mark.parametrize("estimator, placement", [
-    ("k1", "loss_to_go"), ("k3", "loss_to_go"), ("exact", "loss_to_go"), ("k1", "reward")])
+    ("k1", "loss_to_go"), ("k3", "loss_to_go"), ("exact", "loss_to_go"),
+    ("exact_forward", "loss_to_go"), ("k1", "reward")])
 def test_kl_to_go_is_the_gradient_of_the_sequence_kl(estimator, placement):
     """All 27 responses of three tokens from a vocabulary of three. A policy is a table of logits:
-    one row for each of the 13 prefixes."""
+    one row for each of the 13 prefixes. "exact_forward": of the sum of KL(reference || policy) over
+    the states that the policy visits."""
     generator = torch.Generator().manual_seed(0)
     logits, ref_logits = torch.randn(2, 13, 3, dtype=torch.float64, generator=generator)
     logits.requires_grad_()
@@ -538,11 +572,14 @@ def test_kl_to_go_is_the_gradient_of_the_sequence_kl(estimator, placement):
     log_probs = table[rows, labels]  # (27, 3)
     ref_log_probs = ref_table[rows, labels]
     probability = log_probs.sum(dim=1).exp()  # (27,)
-    sequence_kl = (probability * (log_probs - ref_log_probs).sum(dim=1)).sum()
+    exact_kl = (table.exp() * (table - ref_table)).sum(dim=1)[rows]
+    if estimator == "exact_forward":
+        exact_kl = (ref_table.exp() * (ref_table - table)).sum(dim=1)[rows]
+    of_response = exact_kl if estimator == "exact_forward" else log_probs - ref_log_probs
+    sequence_kl = (probability * of_response.sum(dim=1)).sum()
     expected, = torch.autograd.grad(sequence_kl, logits, retain_graph=True)
 
     mask = torch.ones(27, 3, dtype=torch.bool)
-    exact_kl = (table.exp() * (table - ref_table)).sum(dim=1)[rows]
     kl = KLSettings(estimator, placement=placement)
     advantages = torch.zeros(27, 1, dtype=torch.float64)
     if placement == "reward":
@@ -702,8 +739,8 @@ def test_log_probs_are_of_all_labels_without_a_mask_and_0_with_an_empty_one(poli
 
 
 def test_statistics_and_their_gradients_match_the_whole_softmax(path):
-    """Log-probs, exact KL, entropy, the reference's log-probs, and the gradient of the first two
-    through the whole model in float64."""
+    """Log-probs, entropy, the reference's log-probs, both KLs over the vocabulary; and the gradient
+    of those that have one through the whole model in float64."""
     policy, ref_model = (model.double() for model in make_models())
     responses = make_responses((1, 12, 5, 3, 7, 2))
     batch = starter.make_batch(responses, torch.zeros(6), "cpu")
@@ -717,15 +754,16 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(path):
         log_p = whole_log_softmax(policy, response, 0.8)
         log_q = whole_log_softmax(ref_model, response, 0.8)
         expected.append(torch.stack([
-            labels_of(log_p, response), (log_p.exp() * (log_p - log_q)).sum(dim=1),
-            -(log_p.exp() * log_p).sum(dim=1), labels_of(log_q, response)]))
+            labels_of(log_p, response), -(log_p.exp() * log_p).sum(dim=1),
+            labels_of(log_q, response), (log_p.exp() * (log_p - log_q)).sum(dim=1),
+            (log_q.exp() * (log_q - log_p)).sum(dim=1)]))
     expected = torch.cat(expected, dim=1)
     # The norms of the model are float32 inside.
     torch.testing.assert_close(torch.stack(list(ours)), expected, rtol=1e-6, atol=1e-6)
-    upstream = torch.randn(2, mask.sum(), dtype=torch.float64,
+    upstream = torch.randn(5, mask.sum(), dtype=torch.float64,
                            generator=torch.Generator().manual_seed(0))
     parameters = list(policy.parameters())
-    for i in range(2):
+    for i in (0, 3, 4):
         mine = torch.autograd.grad((ours[i] * upstream[i]).sum(), parameters, retain_graph=True)
         theirs = torch.autograd.grad((expected[i] * upstream[i]).sum(), parameters,
                                      retain_graph=True)
@@ -736,11 +774,11 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(path):
 
 @pytest.mark.parametrize("forbidden_in_both", [False, True])
 def test_forbidden_token_acts_like_a_vocabulary_without_it(forbidden_in_both):
-    """A logit of -inf: log-probs, entropy, exact KL and their gradients are those of a softmax over
+    """A logit of -inf: log-probs, entropy, both KLs and their gradients are those of a softmax over
     the other tokens. If the reference still has the token, its other probabilities sum to less."""
     generator = torch.Generator().manual_seed(0)
     logits, ref_logits = torch.randn(2, 6, 9, dtype=torch.float64, generator=generator)
-    upstream = torch.randn(3, 6, dtype=torch.float64, generator=generator)
+    upstream = torch.randn(5, 6, dtype=torch.float64, generator=generator)
     labels = torch.tensor([0, 1, 3, 8, 5, 4])  # 2 is forbidden
     others = [0, 1, 3, 4, 5, 6, 7, 8]
     leaf = logits.clone().requires_grad_()
@@ -753,11 +791,12 @@ def test_forbidden_token_acts_like_a_vocabulary_without_it(forbidden_in_both):
     if forbidden_in_both:
         log_q = ref_logits[:, others].log_softmax(dim=1)
     at = torch.tensor([others.index(label) for label in labels])[:, None]
-    expected = [log_p.gather(1, at)[:, 0], (log_p.exp() * (log_p - log_q)).sum(dim=1),
-                -(log_p.exp() * log_p).sum(dim=1), log_q.gather(1, at)[:, 0]]
+    expected = [log_p.gather(1, at)[:, 0], -(log_p.exp() * log_p).sum(dim=1),
+                log_q.gather(1, at)[:, 0], (log_p.exp() * (log_p - log_q)).sum(dim=1),
+                (log_q.exp() * (log_q - log_p)).sum(dim=1)]
     for found, by_hand in zip(ours, expected):
         torch.testing.assert_close(found, by_hand.detach())
-    for i in range(2):
+    for i in (0, 3, 4):
         mine, = torch.autograd.grad((ours[i] * upstream[i]).sum(), leaf, retain_graph=True)
         theirs, = torch.autograd.grad((expected[i] * upstream[i]).sum(), leaf, retain_graph=True)
         torch.testing.assert_close(mine, theirs)
@@ -795,7 +834,8 @@ def test_gradient_of_a_step_matches_the_loss_written_out(path, temperature, plac
         ppo = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) * importance
         d = (log_probs - ref_log_probs).detach()
         kl = torch.exp(-d) - 1 + d
-        surrogate = ratio.detach().clamp(max=2.0) * d * log_probs
+        sampler = old if cap is None else rollout_log_probs
+        surrogate = (log_probs - sampler).exp().detach().clamp(max=2.0) * d * log_probs
         penalty = kl + surrogate - surrogate.detach() if placement == "loss" else 0.0
         total = total + (ppo + kl_coef * penalty).sum() / 30
         old_rows.append(old)
@@ -966,7 +1006,7 @@ def test_check_log_probs_stops_the_run_of_a_stale_sampler():
 def test_check_log_probs_warns_in_the_first_step_where_no_weights_can_be_stale(capsys):
     check(step=1, diff=0.5)
     assert capsys.readouterr().out.startswith(
-        "Warning: step 1: sampler and trainer disagree by 0.5 nats per token, with equal weights: ")
+        "Warning: step 1: sampler and trainer disagree by 0.5 nats per token with equal weights: ")
     check(step=2, diff=1.9, first_diff=0.5)
     check(step=1, diff=0.5, max_sampler_diff=None)
     assert capsys.readouterr().out == ""
@@ -974,7 +1014,7 @@ def test_check_log_probs_warns_in_the_first_step_where_no_weights_can_be_stale(c
 
 def test_check_log_probs_stops_a_run_whose_reference_is_not_the_policy_at_first():
     """kl_k2 is half the mean square of the log-ratio."""
-    with pytest.raises(RunStopped, match="policy and reference differ by 0.001 nats before any"):
+    with pytest.raises(RunStopped, match="policy and reference differ by 0.001 nats before training"):
         check(step=1, kl_k2=0.001**2 / 2)
     check(step=1, kl_k2=0.00001**2 / 2)
     check(step=1, kl_k2=0.1**2 / 2, bf16=True)
@@ -1019,6 +1059,31 @@ def test_evaluation_matches_hand_computed_values(monkeypatch):
         (f"task {i}", said[f"task {i}"]) for i in range(4)]
     assert [reward for *_, reward in samples] == pytest.approx([1.0, 0.1, 0.0, 1.0])
     assert asked == [([problem["prompt"] for problem in held_out + skills], "evaluate", 1, 0.25)]
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(monkeypatch):
+    tokenizer = make_tokenizer()
+    right, wrong = ([*tokenizer(f"<answer>{i}</answer>")["input_ids"]] for i in (5, 6))
+    n_right = (0, 1, 3, 5)  # of five samples to each problem
+    held_out = [{"prompt": "add", "answer": "5", "prompt_ids": [i]} for i in range(4)]
+    asked = []
+
+    def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
+        asked.append((len(prompts), purpose, group_size, temperature))
+        return [Response(ids, right if i < n_right[ids[0]] else wrong, [], True)
+                for ids in prompts for i in range(group_size)]
+
+    monkeypatch.setattr(starter, "rollout", rollout)
+    cfg = cfg_with(eval_samples=5, temperature=0.7)
+    metrics, _ = starter.evaluate(None, None, tokenizer, starter.Problems([], held_out, []), cfg)
+    assert asked == [(4, "evaluate", 1, 0.0), (4, "pass@k", 5, 0.7)]
+    found = {name: value for name, value in metrics.items() if name.startswith("pass_at_")}
+    by_hand = {}
+    for k in (1, 2, 4):
+        choices = list(itertools.combinations(range(5), k))
+        by_hand[f"pass_at_{k}"] = sum(
+            min(chosen) < n for n in n_right for chosen in choices) / len(choices) / 4
+    assert found == pytest.approx(by_hand)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -107,8 +107,8 @@ def look_up(world, weight, ref):
     statistics = starter.statistics_of_logits(hidden @ weight.T, world.labels[world.mask], 1.0,
                                               hidden @ ref.T)
     zeros = torch.zeros(world.mask.shape).double()
-    log_probs, exact_kl, _, ref_log_probs = (zeros.masked_scatter(world.mask, x)
-                                             for x in statistics)
+    log_probs, _, ref_log_probs, exact_kl, _ = (zeros.masked_scatter(world.mask, x)
+                                                for x in statistics)
     return log_probs, exact_kl, ref_log_probs
 
 
@@ -415,7 +415,7 @@ def explosion_run(seed, kl_coef, kl):
         labels = tokens[:, 1:]  # (B, T)
         statistics = starter.statistics_of_logits(hidden @ up @ down.T, labels.flatten(), 1.0,
                                                   hidden @ ref_up @ ref_down.T)
-        log_probs, exact_kl, _, ref_log_probs = (x.view(labels.shape) for x in statistics)
+        log_probs, _, ref_log_probs, exact_kl, _ = (x.view(labels.shape) for x in statistics)
         old_log_probs = log_probs.detach() if old_log_probs is None else old_log_probs
         loss, _ = starter.compute_loss(advantages[:, None], log_probs, old_log_probs, 0.2,
                                        ref_log_probs, kl_coef, None, kl, exact_kl)

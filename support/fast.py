@@ -447,7 +447,7 @@ def outputs_of(functions, policy, responses, cfg, at_once):
             mask = batch["response_mask"]
             x = functions["token_statistics"](policy, batch, cfg.temperature, False, Moved(policy))
             weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
-            ((x.log_probs - 0.3 * x.exact_kl) * weights)[mask].sum().backward()
+            ((x.log_probs - 0.3 * x.exact_kl - 0.2 * x.forward_kl) * weights)[mask].sum().backward()
             statistics.append([values.detach()[mask] for values in x])
         outputs |= zip(starter.TokenStatistics._fields, map(torch.cat, zip(*statistics)))
         for name, p in policy.named_parameters():

@@ -25,8 +25,9 @@ LIMITS = {
     "dynamic_beta_decay": (1e-9, 1), "reward_threshold": (-10**9, 10**9),
     "beta_schedule_steps": (1, 10**9), "learning_rate": (1e-12, 1), "weight_decay": (0, 1),
     "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
-    "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10),
-} | dict.fromkeys("seed lora_rank warmup_steps kl_coef beta_min kl_clip_threshold eval_every "
+    "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10), "eval_samples": (1, 1000),
+    "kl_clip_threshold": (1e-9, 10**9),
+} | dict.fromkeys("seed lora_rank warmup_steps kl_coef beta_min eval_every "
                   "save_every max_sampler_diff".split(), (0, 10**9))
 KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default
 MAY_BE_NONE = {"importance_cap", "max_sampler_diff"}
@@ -192,6 +193,11 @@ def check_resume(run):
         if name not in MAY_CHANGE and before.get(name, value) != value:
             raise InputError(f"{name} = {value!r} would break the curve of {run.folder}, which "
                              f"began with {before[name]!r}; use that value, or do not resume")
+    newest = max(run.folder.glob("checkpoint_*.pt"), default=None)
+    n_done = int(newest.name.split("_")[1]) if newest else 0
+    if run.cfg.n_train_steps < n_done:
+        raise InputError(f"n_train_steps = {run.cfg.n_train_steps} counts from the start, and "
+                         f"{run.folder} has done {n_done} steps; use more")
 
 
 def check_model(policy, tokenizer, problems, cfg):

@@ -1,8 +1,8 @@
 """Tasks whose problems are made up: Countdown and addition; and files and data sets of many kinds.
 
-Importing this adds the tasks to starter.TASKS and the check of Countdown's answers to
-starter.CHECKS. read_problems takes the place of starter.py's: it reads data sets of the Hugging
-Face hub and other column names too, and says in one sentence what is wrong with a file.
+Importing this adds the tasks to starter.TASKS, and what scores their answers to starter.SCORERS.
+read_problems takes the place of starter.py's: it reads data sets of the Hugging Face hub and other
+column names too, and says in one sentence what is wrong with a file.
 """
 import ast
 import itertools
@@ -117,15 +117,32 @@ def arithmetic(text):
         return None
 
 
-def makes_the_target(answer, problem):
-    """Whether the answer is arithmetic on the problem's numbers, each used once, with its value."""
+def score_countdown(response_text, problem):
+    """1.0 where the answer in the tags is arithmetic on the problem's numbers, each used once, with
+    the target as its value; 0.1 for another answer, 0.0 for none."""
+    answer = starter.tagged_answer(response_text)
+    if not answer:
+        return 0.0
     value, used = arithmetic(answer) or (None, [])
-    return value == problem["target"] and sorted(used) == sorted(problem["numbers"])
+    solves = value == problem["target"] and sorted(used) == sorted(problem["numbers"])
+    return 1.0 if solves else 0.1
+
+
+def last_number(text):
+    """The last number in a text: "23 + 45 = 68." -> "68". "" where its end has none."""
+    end = text if len(text) <= 200 else re.sub(r"^\S*", "", text[-200:])  # no half numbers
+    found = re.findall(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", end, re.ASCII)
+    return found[-1].rstrip(",") if found else ""
+
+
+def score_last_number(response_text, problem):
+    """1.0 where the last number of the text is the answer, which needs no tags; otherwise 0.0."""
+    return float(starter.same_answer(last_number(response_text), str(problem["answer"])))
 
 
 starter.TASKS |= {"addition": addition_problems, "countdown": countdown_problems,
                   "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN)}
-starter.CHECKS["numbers"] = makes_the_target
+starter.SCORERS |= {"numbers": score_countdown, "last_number": score_last_number}
 
 # --------------------------------------------------------------------------------------------------
 # Files and data sets -> problems.

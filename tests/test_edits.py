@@ -151,9 +151,9 @@ EDITS = dict(
         1, 2, with_importance_weights, dict(max_sampler_diff=None)),
     reward_on_token_counts=Edit({
         "def reward_fn(response_text, problem)": "def reward_fn(response_text, problem, response)",
-        "    if problem.get(\"last_number\"):":
+        "    for key, scorer in SCORERS.items():":
             "    return STRENGTH * len(response.response_ids)\n"
-            "    if problem.get(\"last_number\"):"},
+            "    for key, scorer in SCORERS.items():"},
         0.0, 1.0, policy_loss, dict(reward="the file's own")),
 )
 
