@@ -1014,7 +1014,7 @@ def test_check_log_probs_warns_in_the_first_step_where_no_weights_can_be_stale(c
 
 def test_check_log_probs_stops_a_run_whose_reference_is_not_the_policy_at_first():
     """kl_k2 is half the mean square of the log-ratio."""
-    with pytest.raises(RunStopped, match="policy and reference differ by 0.001 nats before training"):
+    with pytest.raises(RunStopped, match="policy and reference differ by 0.001 nats before train"):
         check(step=1, kl_k2=0.001**2 / 2)
     check(step=1, kl_k2=0.00001**2 / 2)
     check(step=1, kl_k2=0.1**2 / 2, bf16=True)
