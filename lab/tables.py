@@ -17,6 +17,7 @@ import tempfile
 from lab import architectures, sweep
 from lab.race import final_lines, race_lines
 from lab.rows import REPOSITORY, RESULTS, numbers, read_csv
+from starter import EXACT
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
          REPOSITORY / "recipes" / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -228,6 +229,7 @@ GRADIENT_ROWS = [  # shown as, estimator, gradient, placement, where to use it
     ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for each token's own KL"),
     ("exact", "exact", "reverse", "loss", "least noise; its backward pass sums over the "
      "vocabulary"),
+    ("exact_forward", "exact_forward", "reverse", "loss", "another divergence, on purpose"),
     ("k1", "k1", "as_written", "loss", "never (refused)"),
     ("k2", "k2", "as_written", "loss", "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
@@ -270,13 +272,23 @@ def gradient_table():
                ("3 steps, shared", "old")]
     lines = []
     for shown, estimator, gradient, place, use in GRADIENT_ROWS:
-        any_gradient = place == "reward" or (estimator, place) == ("exact", "loss")
+        any_gradient = place == "reward" or estimator in EXACT and place == "loss"
         lines.append([shown, "any" if any_gradient else gradient, place,
                       *(gradient_cell(groups[*column, estimator, gradient, place])
                         for column in columns), use])
     return table(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
                   "one token, later epochs", "several tokens, first epoch",
                   "several tokens, later epochs", "use"], lines)
+
+
+def mistake_table():
+    """Penalties as published code has them, and what they do."""
+    lines = []
+    for row in read_csv("kl_mistakes"):
+        value, size, direction = (float(row[name]) for name in ("value", "size", "cosine"))
+        gradient = f"{size:.1f} times as long, cosine {direction:.2f}" if size > 1e-9 else "**zero**"
+        lines.append([f"`{row['formula']}`", row["in"], f"{value:.1f}", gradient])
+    return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
 
 
 def value_table():
@@ -390,7 +402,8 @@ TABLES = {
     "estimators": estimator_table, "methods": method_table,
     "recipes": recipe_table, "smollm2": smollm2_table,
     "smollm2_explosion": smollm2_explosion_table,
-    "gradients": gradient_table, "values": value_table, "variance": variance_table,
+    "gradients": gradient_table, "mistakes": mistake_table, "values": value_table,
+    "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
     "alone": lambda: speed_table(alone=True), "gpus": gpu_table,

@@ -10,8 +10,8 @@ policy that is small enough to list them. A row with a claim says what it is com
 far off it is, and whether the claim held. Many claims are that a term is wrong: a check that
 cannot see a known mistake proves nothing.
 
-In the comments d = log policy - log reference and r = policy / old, the policy that sampled, both
-of the sampled token. KL is in nats.
+In the comments d = log policy - log reference and r = policy / sampler, both of the sampled token.
+The sampler is the policy, an old policy, or an engine that differs from that. KL is in nats.
 """
 import math
 import sys
@@ -89,52 +89,52 @@ def make_world(vocabulary, max_tokens, n_features=None):
 
 
 def random_policies(world, drift, staleness, seed):
-    """Returns the (V, H) weights of reference, policy and old policy. Policy and reference differ
-    by logits of about drift nats, policy and old policy by staleness."""
+    """Returns the (V, H) weights of reference, policy, old policy and sampler. Policy and reference
+    differ by logits of about drift nats, policy, old policy and sampler by staleness."""
     generator = torch.Generator().manual_seed(seed)
     n_states, n_features = world.features.shape
     scale = 1 if n_features == n_states else n_features ** -0.5
-    ref, step, stale = (scale * torch.randn(world.vocabulary, n_features,
-                                            generator=generator).double() for _ in range(3))
+    ref, step, stale, other = (scale * torch.randn(world.vocabulary, n_features,
+                                                   generator=generator).double() for _ in range(4))
     policy = ref + drift * step
-    return ref, policy, policy + staleness * stale
+    old = policy + staleness * stale
+    return ref, policy, old, old + staleness * other
 
 
 def look_up(world, weight, ref):
-    """Returns three (B, T) tensors, 0 outside the mask: log-prob of the label, exact KL in that
-    state, the reference's log-prob of the label."""
+    """Returns the TokenStatistics of (B, T) tensors, 0 outside the mask."""
     hidden = world.features[world.states[world.mask]]
     statistics = starter.statistics_of_logits(hidden @ weight.T, world.labels[world.mask], 1.0,
                                               hidden @ ref.T)
     zeros = torch.zeros(world.mask.shape).double()
-    log_probs, _, ref_log_probs, exact_kl, _ = (zeros.masked_scatter(world.mask, x)
-                                                for x in statistics)
-    return log_probs, exact_kl, ref_log_probs
+    return starter.TokenStatistics(*(zeros.masked_scatter(world.mask, x) for x in statistics))
 
 
-def token_loss(world, weight, ref, old=None, advantages=0.0, kl_coef=1.0, kl=starter.KLSettings()):
+def token_loss(world, weight, ref, old=None, advantages=0.0, kl_coef=1.0, kl=starter.KLSettings(),
+               sampler=None, is_corrected=True):
     """Returns the (B, T) loss of every response by starter's functions, and the (B,) probability
-    of each under the old policy, which is the policy itself where old is None. Nothing is
-    clipped."""
-    log_probs, exact_kl, ref_log_probs = look_up(world, weight, ref)
-    old_log_probs = log_probs.detach()
-    if old is not None:
-        old_log_probs, _, _ = look_up(world, old, ref)
-    advantages = torch.zeros(len(log_probs), 1).double() + advantages  # (B, 1)
+    of each under the sampler, which is the old policy where it is None, and that the policy itself.
+    Nothing is clipped. is_corrected: whether the loss knows the sampler's log-probs."""
+    x = look_up(world, weight, ref)
+    old_log_probs = x.log_probs.detach() if old is None else look_up(world, old, ref).log_probs
+    of_sampler = old_log_probs if sampler is None else look_up(world, sampler, ref).log_probs
+    advantages = torch.zeros(len(world.mask), 1).double() + advantages  # (B, 1)
     if kl.placement == "reward":
-        advantages = starter.put_kl_into_advantages(advantages, old_log_probs, ref_log_probs,
+        advantages = starter.put_kl_into_advantages(advantages, old_log_probs, x.ref_log_probs,
                                                     world.mask, kl_coef, kl)
-    loss, _ = starter.compute_loss(advantages, log_probs, old_log_probs, math.inf, ref_log_probs,
-                                   kl_coef, world.mask, kl, exact_kl)
-    return torch.where(world.mask, loss, 0.0), old_log_probs.sum(dim=1).exp()
+    exact_kl = getattr(x, starter.EXACT.get(kl.estimator, "exact_kl"))
+    loss, _ = starter.compute_loss(
+        advantages, x.log_probs, old_log_probs, math.inf, x.ref_log_probs, kl_coef, world.mask, kl,
+        exact_kl, of_sampler if is_corrected else None)
+    return torch.where(world.mask, loss, 0.0), of_sampler.sum(dim=1).exp()
 
 
-def expected_gradient(world, policy, ref, old, kl, loss_average=None):
+def expected_gradient(world, policy, ref, kl, loss_average=None, **samplers):
     """Returns the (V, H) gradient of the KL term, summed over tokens, expected over all responses
-    of the old policy. loss_average: weights tokens by starter.AVERAGES, scaled so that a token
-    weighs 1 on average."""
+    of the sampler. loss_average: weights tokens by starter.AVERAGES, scaled so that a token
+    weighs 1 on average. samplers: old, sampler and is_corrected of token_loss."""
     weight = policy.clone().requires_grad_()
-    loss, p = token_loss(world, weight, ref, old, kl=kl)
+    loss, p = token_loss(world, weight, ref, kl=kl, **samplers)
     p = p[:, None] * world.mask  # (B, T)
     if loss_average is not None:
         share = starter.AVERAGES[loss_average](world.mask.double(), world.mask.shape[1])
@@ -145,6 +145,7 @@ def expected_gradient(world, policy, ref, old, kl, loss_average=None):
 TOKEN = "reverse KL per token"
 SEQUENCE = "KL of whole responses"
 FORWARD = "forward KL per token"
+FORWARD_SEQUENCE = "forward KL of visited states"
 ZERO = "zero"
 AWAY = "minus KL(old || policy)"
 
@@ -153,8 +154,8 @@ def exact_gradients(world, policy, ref, old):
     """Returns {target: (V, H) gradient}, by plain autograd through the probabilities of tokens and
     responses.
 
-    "per token" is a sum over the states that the old policy visits, as often as it does, whatever
-    the policy does.
+    "per token" is a sum over the states that the sampler, old, visits, as often as it does,
+    whatever the policy does; "of visited states" over those that the policy itself visits.
     """
     weight = policy.clone().requires_grad_()
     log_p, log_q, log_old = ((world.features @ w.T).log_softmax(dim=1)
@@ -167,9 +168,11 @@ def exact_gradients(world, policy, ref, old):
     p_of_visit = of_old.exp()[:, None].expand_as(world.mask)[world.mask]
     visits = torch.zeros(len(log_p)).double().index_add(0, world.states[world.mask], p_of_visit)
 
+    forward = (log_q.exp() * (log_q - log_p)).sum(dim=1)  # (S,)
     quantities = {
         TOKEN: visits @ (log_p.exp() * (log_p - log_q)).sum(dim=1),
-        FORWARD: visits @ (log_q.exp() * (log_q - log_p)).sum(dim=1),
+        FORWARD: visits @ forward,
+        FORWARD_SEQUENCE: of_p.exp() @ (forward[world.states] * world.mask).sum(dim=1),
         AWAY: -visits @ (log_old.exp() * (log_old - log_p)).sum(dim=1),
         SEQUENCE: of_p.exp() @ (of_p - of_q),
         ZERO: 0 * log_p.sum(),
@@ -186,17 +189,21 @@ def cosine(a, b):
 # 2. Truth table.  Estimator x gradient x placement x who sampled -> error against what is claimed.
 
 class Case(NamedTuple):
-    sampled_by: str  # "policy" or "old"
+    sampled_by: str  # "policy", "old" or "sampler"
     kl: Any  # KLSettings
     claims: list  # of (target, "exact" or "wrong"); what is wrong is wrong as that target
     note: str = ""
-    loss_average: Any = None  # of expected_gradient
+    others: dict = {}  # of expected_gradient
 
 
 def claims_of(kl, on_policy, one_step):
     """Returns what is claimed of a setting: [(target, "exact" or "wrong")]."""
     if kl.placement == "reward":
         return [(SEQUENCE, "exact" if kl.estimator == "k1" and on_policy else "wrong")]
+    if kl.estimator == "exact_forward":
+        to_go = kl.placement == "loss_to_go" and not one_step
+        sound = "exact" if on_policy else "wrong"
+        return [(FORWARD_SEQUENCE, sound) if to_go else (FORWARD, "exact"), (TOKEN, "wrong")]
     reverse = (kl.gradient == "reverse" or kl.estimator == "exact"
                or (kl.estimator == "k2" and on_policy))
     if kl.placement == "loss_to_go" and not one_step:
@@ -217,18 +224,25 @@ def make_cases(one_step):
     """Returns the Cases of the full grid, and some more."""
     grid = [*product(("k1", "k2", "k3", "exact"), ("reverse", "as_written"),
                      ("loss", "loss_to_go")),
+            *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
             *product(("k1", "k2", "k3"), ("reverse",), ("reward",))]
     settings = [term(*setting) for setting in grid]
     in_reward = term("k1", placement="reward")
     return [
         *(Case(by, kl, claims_of(kl, by == "policy", one_step))
           for by, kl in product(("policy", "old"), settings)),
+        *(Case("sampler", term(estimator), [(TOKEN, "exact")])
+          for estimator in ("k1", "k2", "k3", "exact")),
+        Case("sampler", term("exact_forward"), [(FORWARD, "exact")]),
+        *(Case("sampler", term(estimator), [(TOKEN, "wrong")], "not corrected",
+               {"is_corrected": False}) for estimator in ("k1", "k2", "k3")),
         Case("old", term(ratio_cap=2.0), [(TOKEN, "wrong")], "r cut at 2"),
         *(Case("policy", term(estimator, adaptation="clip", clip_threshold=0.3),
                [(TOKEN, "wrong")], "min(KL, 0.3)") for estimator in ("k1", "k3", "exact")),
-        Case("policy", in_reward, [(SEQUENCE, "exact")], "constant divisor", "dr_grpo"),
+        Case("policy", in_reward, [(SEQUENCE, "exact")], "constant divisor",
+             {"loss_average": "dr_grpo"}),
         Case("policy", in_reward, [(SEQUENCE, "exact" if one_step else "wrong")],
-             "1 / own length", "grpo"),
+             "1 / own length", {"loss_average": "grpo"}),
     ]
 
 
@@ -243,13 +257,13 @@ def gradient_rows(n_policies=10):
               "3 steps, shared": make_world(4, 3, n_features=3)}
     measured = defaultdict(list)  # columns of a row -> for each policy error, relative, cosine
     for (name, world), seed in product(worlds.items(), range(n_policies)):
-        ref, policy, old = random_policies(world, drift=1.5, staleness=1.0, seed=seed)
-        samplers = {"policy": policy, "old": old}
-        targets_of = {by: exact_gradients(world, policy, ref, sampler)
-                      for by, sampler in samplers.items()}
+        ref, policy, old, sampler = random_policies(world, drift=1.5, staleness=1.0, seed=seed)
+        samplers = {"policy": {}, "old": {"old": old}, "sampler": {"old": old, "sampler": sampler}}
+        targets_of = {by: exact_gradients(world, policy, ref, last)
+                      for by, last in zip(samplers, (policy, old, sampler))}
         for case in make_cases(name == "one step"):
-            ours = expected_gradient(world, policy, ref, samplers[case.sampled_by], case.kl,
-                                     case.loss_average)
+            ours = expected_gradient(world, policy, ref, case.kl, **samplers[case.sampled_by],
+                                     **case.others)
             targets = targets_of[case.sampled_by]
             direction = cosine(ours, targets[SEQUENCE]) if ours.norm() > 1e-10 else math.nan
             gradient = "" if case.kl.placement == "reward" else case.kl.gradient
@@ -278,6 +292,46 @@ def gradient_row(key, errors):
         "holds": holds(largest, "< 1e-10") if is_exact else holds(median_relative, "> 0.01")}
 
 
+# Penalties as published code has them, of one token: formula, placement, and the value. In the loss
+# it is differentiated as it stands; from the reward it is subtracted. d = log pi - log ref.
+MISTAKES = [
+    ("d", "loss", lambda d: d),
+    ("-d", "loss", lambda d: -d),
+    ("exp(d) - 1 - d", "loss", lambda d: torch.expm1(d) - d),  # k3 with the sign of d reversed
+    ("exp(d) * d", "loss", lambda d: d.exp() * d),
+    ("min(k3, 1)", "loss", lambda d: (torch.expm1(-d) + d).clamp(max=1.0)),
+    ("-d", "reward", lambda d: -d),
+    ("abs(d)", "reward", lambda d: d.abs()),
+    ("d^2 / 2", "reward", lambda d: d.square() / 2),
+    ("k3", "reward", lambda d: torch.expm1(-d) + d),
+]
+
+
+def mistake_rows(n_policies=10):
+    """Returns the rows of kl_mistakes.csv: medians over random policies of seven tokens. "value"
+    and "size" are shares of the KL and of its gradient. The claim: that is off by 10 % or more."""
+    world = make_world(7, 1)
+    rows = []
+    for formula, place, value_of in MISTAKES:
+        measured = []
+        for seed in range(n_policies):
+            ref, policy, _, _ = random_policies(world, drift=1.5, staleness=0.0, seed=seed)
+            weight = policy.clone().requires_grad_()
+            x = look_up(world, weight, ref)
+            value = value_of(x.log_probs - x.ref_log_probs)
+            surrogate = value if place == "loss" else value.detach() * x.log_probs
+            p = x.log_probs.detach().exp()
+            ours, = torch.autograd.grad((p * surrogate).sum(), weight)
+            exact = exact_gradients(world, policy, ref, policy)[SEQUENCE]
+            measured.append([((p * value).sum() / (p * x.exact_kl).sum()).item(),
+                             (ours.norm() / exact.norm()).item(), cosine(ours, exact),
+                             ((ours - exact).norm() / exact.norm()).item()])
+        medians = torch.tensor(measured, dtype=torch.float64).median(dim=0).values.tolist()
+        rows.append(dict(zip(("formula", "in", "value", "size", "cosine", "relative error"),
+                             (formula, place, *medians))) | {"holds": holds(medians[3], "> 0.1")})
+    return rows
+
+
 # --------------------------------------------------------------------------------------------------
 # 3. Bias and variance: of the value at one token, and of the gradient that one response gives.
 
@@ -294,7 +348,7 @@ GRADIENTS = {
 def value_errors(world, policy, ref):
     """Returns {estimator: (mean error, mean squared error)} of the value at one token, against the
     exact KL of the same state."""
-    log_probs, exact_kl, ref_log_probs = look_up(world, policy, ref)
+    log_probs, _, ref_log_probs, exact_kl, _ = look_up(world, policy, ref)
     p = log_probs.sum(dim=1, keepdim=True).exp() * world.mask
     share = p / p.sum()  # (B, T), sums to 1
     errors = {}
@@ -328,7 +382,7 @@ def over_policies(errors_of, n_policies):
     for drift_name, drift in (("small", 0.1), ("large", 1.5)):
         errors = defaultdict(list)
         for seed in range(n_policies):
-            ref, policy, _ = random_policies(world, drift, 0.0, seed)
+            ref, policy, _, _ = random_policies(world, drift, 0.0, seed)
             for name, of_policy in errors_of(world, policy, ref).items():
                 errors[name].append(of_policy)
         yield drift_name, {name: torch.tensor(of_name).double().mean(dim=0).tolist()
@@ -501,7 +555,7 @@ def length_run(kl_coef, divisor, kl, steps=600):
     # The probability of a response takes the place of 1 / B.
     share = starter.AVERAGES[divisor](world.mask.double(), LONGEST) * len(world.mask)
     for _ in range(steps + 1):
-        log_probs, _, ref_log_probs = (x.detach() for x in look_up(world, weight, ref))
+        log_probs, _, ref_log_probs, _, _ = (x.detach() for x in look_up(world, weight, ref))
         p = log_probs.sum(dim=1).exp()
         loss, _ = token_loss(world, weight, ref, None, reward - p @ reward, kl_coef, kl)
         optimizer.zero_grad()
@@ -526,8 +580,8 @@ def length_rows():
 # --------------------------------------------------------------------------------------------------
 # 6. The program.
 
-EXPERIMENTS = {"gradients": gradient_rows, "values": value_rows, "variance": variance_rows,
-               "explosion": explosion_rows, "length": length_rows}
+EXPERIMENTS = {"gradients": gradient_rows, "mistakes": mistake_rows, "values": value_rows,
+               "variance": variance_rows, "explosion": explosion_rows, "length": length_rows}
 
 
 def cell(value):

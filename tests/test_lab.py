@@ -14,6 +14,7 @@ from lab import bench, race, real_model, rows, small_models, sweep, tables, veri
 
 @pytest.mark.parametrize("make_rows, settings", [
     (verify_kl.gradient_rows, {"n_policies": 3}), (verify_kl.value_rows, {"n_policies": 1}),
+    (verify_kl.mistake_rows, {"n_policies": 3}),
     pytest.param(verify_kl.variance_rows, {}, marks=pytest.mark.slow),
     pytest.param(verify_kl.length_rows, {}, marks=pytest.mark.slow),
     pytest.param(verify_kl.explosion_rows, {"n_seeds": 1}, marks=pytest.mark.slow)])
