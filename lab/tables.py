@@ -286,7 +286,9 @@ def mistake_table():
     lines = []
     for row in read_csv("kl_mistakes"):
         value, size, direction = (float(row[name]) for name in ("value", "size", "cosine"))
-        gradient = f"{size:.1f} times as long, cosine {direction:.2f}" if size > 1e-9 else "**zero**"
+        gradient = f"{size:.1f} times as long, cosine {direction:.2f}"
+        if size < 1e-9:
+            gradient = "**zero**"
         lines.append([f"`{row['formula']}`", row["in"], f"{value:.1f}", gradient])
     return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
 
