@@ -35,10 +35,16 @@ ON = dict(use_kl_penalty=True)
 TARGET = ON | dict(kl_adaptation_method="target_sound")
 # At twice the learning rate of the preset the built-in model forgets more, so that what keeps it
 # from that shows.
-HOT = dict(learning_rate=6e-4)
+HOT = dict(learning_rate=6e-4, eval_samples=8)
 BASE = HOT | ON | dict(kl_coef=1.0, kl_estimator="exact")
 COEFFICIENTS = [HOT, *(BASE | dict(kl_coef=kl_coef)
-                       for kl_coef in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
+                       for kl_coef in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
+FORWARD = [BASE | dict(kl_estimator="exact_forward", kl_coef=kl_coef)
+           for kl_coef in (0.1, 0.3, 1.0, 3.0)]
+# Which placement: the default beside the KL of whole responses, each at several coefficients
+TO_GO = dict(kl_estimator="exact", kl_in="loss_to_go", loss_average="dr_grpo")
+PLACEMENTS = [HOT | ON | dict(kl_coef=kl_coef) | placement
+              for placement in ({}, TO_GO) for kl_coef in (0.1, 0.3, 1.0, 3.0)]
 ESTIMATORS = [BASE | changes for changes in (
     dict(kl_estimator="k3"),
     dict(kl_estimator="k3", kl_gradient="as_written"),
@@ -75,12 +81,16 @@ MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)
 SWEEPS = {
     "machines": MACHINES,
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
-    "kl": [*COEFFICIENTS, *ESTIMATORS, *METHODS],
+    "kl": [*COEFFICIENTS, *FORWARD, *ESTIMATORS, *METHODS],
+    "kl_placement": PLACEMENTS,
     "recipes": [*RECIPES, *(settings | ON for settings in RECIPES),
                 ON | dict(recipe="moving_reference")],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
-        (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
+        (LORA, {}), (LORA, ON | dict(kl_coef=0.1)), (LORA, ON | dict(kl_coef=0.3)),
+        *(({}, ON | what) for what in (
+            dict(kl_coef=0.2), dict(kl_estimator="exact_forward"), TO_GO | dict(kl_coef=0.1),
+            TO_GO | dict(kl_coef=0.3))))],
     "smollm2_explosion": [settings | dict(learning_rate=rate) for rate in (2e-4, 1e-3)
                           for settings in (REPORTED | dict(kl_gradient="as_written"), REPORTED,
                                            EXPLODING)],
@@ -129,8 +139,9 @@ def train(settings, seed, text):
 
 
 def measure_kl(start, folder):
-    """Samples a response to each held-out problem of a finished run. Returns the KL to the model
-    in the folder start, also where a recipe's reference was another one."""
+    """Samples a response to each held-out problem of a finished run. Returns the exact KL to the
+    model in the folder start, also where a recipe's reference was another one, and KL(start ||
+    policy) in the same states."""
     import torch
 
     import starter
@@ -145,13 +156,17 @@ def measure_kl(start, folder):
     prompts = [problem["prompt_ids"] for problem in held_out]
     responses = starter.rollout_with_transformers(policy, prompts, cfg, 0, 1, 1.0)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
-    total = 0.0
+    reverse = forward = 0.0
     with torch.no_grad():
         for rows in starter.cut_microbatches(batch, cfg.max_tokens_per_microbatch):
-            total += starter.token_statistics(policy, rows, 1.0, False,
-                                              ref_model).exact_kl.sum().item()
-    return {"kl_per_token": round(total / batch["response_mask"].sum().item(), 4),
-            "kl_per_response": round(total / len(responses), 3)}
+            statistics = starter.token_statistics(policy, rows, 1.0, False, ref_model)
+            reverse += statistics.exact_kl.sum().item()
+            forward += statistics.forward_kl.sum().item()
+    n_tokens = batch["response_mask"].sum().item()
+    return {"kl_per_token": round(reverse / n_tokens, 4),
+            "kl_per_response": round(reverse / len(responses), 3),
+            "forward_kl_per_token": round(forward / n_tokens, 4),
+            "forward_kl_per_response": round(forward / len(responses), 3)}
 
 
 def read_log(folder):
