@@ -238,7 +238,9 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours."""
     from vllm import LLM
     return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32",
-               max_model_len=max_model_len, gpu_memory_utilization=gpu_mem_util, max_num_seqs=256,
+               max_model_len=max_model_len, max_num_seqs=256, max_num_batched_tokens=8_192,
+               gpu_memory_utilization=gpu_mem_util if gpu_mem_util < 1 else 0.05,
+               kv_cache_memory_bytes=int(gpu_mem_util * 1e9) if gpu_mem_util >= 1 else None,
                device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None,
                hf_overrides={"head_dtype": "float32"} if bf16 else {},  # like Float32Head
                logprobs_mode="processed_logprobs", use_tqdm_on_load=False)
@@ -275,8 +277,7 @@ class Response(NamedTuple):
 
 
 def seed_for(cfg, purpose):
-    """Returns the seed of a step, or of another purpose. Seeds the global generators as well, since
-    a reward may draw from them, and a resumed run must repeat it."""
+    """Returns the seed of a step or of another purpose; seeds the global generators for rewards."""
     import numpy
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
@@ -337,8 +338,7 @@ def rows_to_decode(prompts, max_new_tokens):
 
 @mechanics
 def decode(policy, prompts, cfg):
-    """B prompts -> a generator that yields (B, V) logits of the next tokens, and is sent the (B, 1)
-    tokens that were drawn."""
+    """B prompts -> a generator: yields (B, V) logits of the next tokens, is sent (B, 1) tokens."""
     new = torch.tensor(prompts, device=policy.device)
     known = inspect.signature(policy.forward).parameters
     given = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
@@ -406,30 +406,20 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 # several with weights: reward=[(reward_fn, 1.0), (brevity, 0.1)]. Their weighted sum is learnt; the
 # first says what is solved (1 or more). A parameter named response gets the Response as well.
 
-# One number and nothing else, as in "x = 5", "-12 C", "$1,234.50", "18 %" or "72 clips".
+# One number and nothing else, as in "-12", "$1,234.50" or "18 %"
 NUMBER = re.compile(
-    r"(?:([a-z]?) ?= ?)?(-?[$\u20ac\u00a3]?|[$\u20ac\u00a3]-)"
-    r"((?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?)"
-    r"(?<=\d) ?(?!(?:and|or|to|squared|cubed|hundred|thousand|million|billion|dozen|k)\b)"
-    r"(%|[^\W\d_][^\d()^*=:]*)?", re.ASCII)
-UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "percent": "%", "per cent": "%"}
+    r"-?[$\u20ac\u00a3]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?(?<=\d) ?%?", re.ASCII)
 
 
 def same_answer(answer, gold):
-    """Whether an answer is the gold answer: equal texts, or equal numbers whose names ("x =") and
-    units are equal where both have one."""
-    texts = [" ".join(text.replace("\u2212", "-").split()).casefold().removesuffix(".")
-             for text in (answer, gold)]
-    matches = [NUMBER.fullmatch(text) if len(text) <= 100 else None for text in texts]
-    if None in matches:
-        return texts[0] == texts[1]
-    parts = []
-    for match in matches:
-        name, sign, digits, unit = match.groups(default="")
-        unit = sign.strip("-") or unit.rstrip("s")
-        value = Fraction(digits.replace(",", "")) * (-1 if "-" in sign else 1)
-        parts.append((value, name, UNITS.get(unit, unit)))
-    return all(a == b or "" in (a, b) for a, b in zip(*parts))
+    """Whether two answers are equal texts, or equal numbers, as "$1,234.50" and "1234.5"."""
+    values = []
+    for text in (answer, gold):
+        text = " ".join(text.replace("\u2212", "-").split()).casefold().removesuffix(".")
+        if len(text) <= 100 and NUMBER.fullmatch(text):
+            text = Fraction(re.sub(r"[^\d.-]", "", text))
+        values.append(text)
+    return values[0] == values[1]
 
 
 def tagged_answer(text):
@@ -439,19 +429,22 @@ def tagged_answer(text):
     return answer.strip() if closed and opened else ""
 
 
-SCORERS = {}  # by a key of the problem: a function like reward_fn. support/tasks.py has some
-
-
-def reward_fn(response_text, problem):
-    """Compares the last <answer>...</answer> of the text with problem["answer"]. Returns 1.0 if it
-    is right, 0.1 if it is there but wrong, 0.0 otherwise. Any text is safe to give."""
-    for key, scorer in SCORERS.items():
-        if problem.get(key):
-            return scorer(response_text, problem)
+def score_answer(response_text, problem):
+    """1.0 if the answer in the tags is problem["answer"], 0.1 if it is another, 0.0 without one."""
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
+
+
+# By a key of the problem; of several that it has, the last counts. support/tasks.py adds two.
+SCORERS = {"answer": score_answer}
+
+
+def reward_fn(response_text, problem):
+    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Any text is safe to give."""
+    scorer = [scorer for key, scorer in SCORERS.items() if problem.get(key) is not None][-1]
+    return scorer(response_text, problem)
 
 
 @mechanics
@@ -571,7 +564,7 @@ def cut_microbatches(batch, max_tokens):
 class TokenStatistics(NamedTuple):
     """One float for each token, in nats. The last three are 0 without a reference."""
     log_probs: torch.Tensor  # of the label
-    entropy: torch.Tensor  # without a gradient
+    entropy: torch.Tensor  # over the vocabulary
     ref_log_probs: torch.Tensor  # the reference's log-prob of the label; without a gradient
     exact_kl: torch.Tensor  # KL(policy || reference) over the vocabulary
     forward_kl: torch.Tensor  # KL(reference || policy) over the vocabulary
@@ -584,11 +577,11 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     labels = labels[:, None]
     log_p = scale_logits(logits, temperature).log_softmax(dim=1)
     log_probs = log_p.gather(1, labels)[:, 0]
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1).detach()
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1)
     if ref_logits is None:
         return TokenStatistics(log_probs, entropy, *[torch.zeros_like(entropy)] * 3)
     ref_log_p = scale_logits(ref_logits, temperature).log_softmax(dim=1)
-    exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(0.0, neginf=0.0)).sum(dim=1)
+    exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(0.0, math.inf, 0.0)).sum(dim=1)
     forward_kl = (ref_log_p.exp() * (ref_log_p - log_p).nan_to_num(0.0, 0.0, 0.0)).sum(dim=1)
     return TokenStatistics(log_probs, entropy, ref_log_p.gather(1, labels)[:, 0], exact_kl,
                            forward_kl)
@@ -615,8 +608,7 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
 
 def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0,
                            bf16=False):
-    """(B, T) input_ids and labels -> (B, T) float32 log p(label | what is before it) at this
-    temperature; 0 outside the mask. Rows are padded on the right."""
+    """(B, T) ids and labels -> (B, T) float32 log p(label | what is before it), 0 where masked."""
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
     rows = {"input_ids": input_ids, "labels": labels, "response_mask": mask.bool()}
     return token_statistics(model, rows, temperature, bf16).log_probs
@@ -805,21 +797,22 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exa
     adapted = penalty = kl.adapted(raw, mask)
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
     capped = ratio.clamp(max=kl.ratio_cap)
-    is_exact = kl.estimator in EXACT
-    has_ratio = not is_exact and kl.gradient == "reverse" and kl.placement == "loss"
     if kl.placement == "loss_to_go":
-        has_ratio = True
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
 
+    # For the log: a token counts pi / sampler times, like in the gradient.
     d = (policy_log_probs - ref_log_probs).detach()
+    is_exact = kl.estimator in EXACT
+    of_reverse = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
+    has_ratio = of_reverse or kl.placement == "loss_to_go"
     shown = {name: capped * estimate(d.clamp(-20, 20)) for name, estimate in ESTIMATORS.items()}
     return penalty, {
         "kl_penalty_mean": raw if is_exact else shown[kl.estimator],
         "kl_per_token": shown["k3"] if exact_kl is None else exact_kl,
         **{f"kl_{name}": shown[name] for name in ESTIMATORS},
         "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": (ratio > kl.ratio_cap) & has_ratio | (d.abs() > kl.log_ratio_cap),
+        "kl_capped_frac": has_ratio & (ratio > kl.ratio_cap) | (d.abs() > kl.log_ratio_cap),
     }
 
 
@@ -827,7 +820,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                  kl_coef=0.0, mask=None, kl=KLSettings(), exact_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef *
     KL, and metadata: scalars, means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    a pair (low, high) (DAPO's "clip-higher"). sampler_log_probs: for the KL term; None: the old."""
+    a pair (low, high) (DAPO's "clip-higher"). sampler_log_probs: for the KL term; None: the old.
+    The rows are one microbatch: what ranks or averages tokens here depends on the cut."""
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
@@ -857,17 +851,23 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 # --------------------------------------------------------------------------------------------------
 # 10. Update.  Microbatches -> gradients of the step's loss, and its means over tokens.
 
-def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, statistics=None):
+@mechanics
+def have_slope(slopes):
+    """[(statistic, slope of the loss at it)] -> whether any slope is not 0."""
+    return any(slope.any() for _, slope in slopes)
+
+
+def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     """Forward pass, loss and backward pass of one microbatch.
 
     rows: (B, T) "input_ids", "labels", "response_mask", "weights", "rollout_log_probs"; (B, 1) or
     (B, T) "advantages". In the first epoch of a rollout the detached log-probs of this pass become
     rows["old_log_probs"], those of the policy that sampled (ratio = 1); later epochs keep them.
-    statistics: the TokenStatistics of rows, where they need no forward pass.
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
-    if statistics is None:
-        statistics = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    of_model = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    # The loss is computed from copies: its slopes at them say whether there is anything to learn.
+    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in of_model))
     log_probs = statistics.log_probs
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
@@ -877,41 +877,26 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, statist
     if ref_model is not None and cfg.kl.placement == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
                                             mask, kl_coef, cfg.kl)
-    sampler_log_probs = old_log_probs
+    # The sampler's engine computes slightly other log-probs than the trainer; both terms are
+    # corrected for it (truncated importance sampling, arXiv:2508.04700).
     sampler_error = old_log_probs - rows["rollout_log_probs"]
+    of_sampler = None if cfg.importance_cap is None else rows["rollout_log_probs"]
     if cfg.importance_cap is not None:
-        # The sampler's engine computes slightly other log-probs than the trainer; this corrects
-        # both terms for it (truncated importance sampling, arXiv:2508.04700).
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
-        sampler_log_probs = rows["rollout_log_probs"]
 
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, sampler_log_probs)
+                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, of_sampler)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
+    slopes = [(x, leaf.grad) for x, leaf in zip(of_model, statistics) if leaf.grad is not None]
+    if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
+        torch.autograd.backward(*zip(*slopes))
     if ref_model is not None:
         metadata["kl_per_token"] = masked_mean(statistics.exact_kl.detach(), mask)
         metadata["kl_forward"] = masked_mean(statistics.forward_kl.detach(), mask)
     metadata["entropy"] = masked_mean(statistics.entropy.detach(), mask)
     metadata["sampler_logprob_diff"] = masked_mean(sampler_error.abs(), mask)
     return loss.detach(), metadata
-
-
-def rows_that_learn(policy, batch, cfg, ref_model=None):
-    """Returns the batch without rows from which nothing is learnt, such as those of groups with
-    equal rewards; with a reference or several epochs, all. Asks the loss above for its derivative
-    at made-up statistics: a term of yours (an entropy bonus, say) keeps the rows that it needs. If
-    none learns, the first stays, so that AdamW does its step."""
-    if ref_model is not None or cfg.epochs_per_rollout > 1:
-        return batch
-    made_up = [batch["rollout_log_probs"] - 0.1 * i for i in range(len(TokenStatistics._fields))]
-    statistics = TokenStatistics(*(values.requires_grad_() for values in made_up))
-    grpo_microbatch_step(policy, dict(batch), cfg, None, 0.0, statistics)
-    policy.zero_grad()
-    slopes = torch.stack([x.grad for x in statistics if x.grad is not None])
-    learns = (slopes != 0).any(dim=2).any(dim=0)
-    learns[0] |= ~learns.any()
-    return take_rows(batch, learns)
 
 
 @mechanics
@@ -981,7 +966,6 @@ class Run:
     which is what one step hands to the next besides the weights."""
 
     def __init__(self, cfg):
-        """Finds the folder, and with cfg.resume the checkpoint to go on from. Writes nothing."""
         self.cfg = cfg
         self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
                       "kl": None, "before": None, "after": None}
@@ -1020,6 +1004,8 @@ class Run:
         """Loads the checkpoint if there is one, and makes the folder."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
         self.policy, self.optimizer = policy, optimizer
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
         # Of LoRA the adapters only; of what FSDP2 divides all parts, in the first process.
         self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
                                         ignore_frozen_params=True)
@@ -1034,7 +1020,12 @@ class Run:
             first = self.state["step"] + (self.state["before"] is not None)
             self.writer = SummaryWriter(self.folder, purge_step=first)
             (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
-            (self.folder / "starter.py").write_bytes(Path(__file__).read_bytes())
+            source = Path(__file__).read_bytes()
+            kept = self.folder / "starter.py"
+            if kept.is_file() and kept.read_bytes() != source:
+                kept = self.folder / f"starter_from_step_{self.state['step'] + 1}.py"
+                print(f"resume: starter.py has changed since the run began; kept as {kept}")
+            kept.write_bytes(source)
 
     def log(self, what, *values):
         """One call of TensorBoard's writer, in the first process."""
@@ -1115,7 +1106,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
         rollout_seconds = time.perf_counter() - start
 
-        # 2. Score them. Only differences within a group matter from here on.
+        # 2. Score them. Of the rewards only differences within a group matter from here on.
         texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
@@ -1127,20 +1118,24 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         if cfg.mask_truncated:
             counted = counted & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](counted.float(), cfg.max_new_tokens)
-        batch = rows_that_learn(policy, batch, cfg, ref_model)
-        n_learning = batch["response_mask"].sum().item()
-        microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
+        n_tokens = batch["response_mask"].sum().item()
+        advantage = (batch["advantages"] * batch["response_mask"]).any(dim=1)
+        microbatches = [rows for part in (advantage, ~advantage) if part.any()
+                        for rows in cut_microbatches(take_rows(batch, part),
+                                                     cfg.max_tokens_per_microbatch)]
 
         # 4. One optimiser step per epoch over the whole rollout.
-        learning_rate = cfg.learning_rate * min(1.0, step / max(cfg.warmup_steps, 1))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = group["initial_lr"] * min(1.0, step / max(cfg.warmup_steps, 1))
         sums = Counter()
         for epoch in range(cfg.epochs_per_rollout):
             beta = controller.beta
-            means = accumulate_gradients(policy, microbatches, n_learning, cfg, ref_model, beta)
+            means = accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
+            for parameter in policy.parameters():  # AdamW does its step where nothing is learnt
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             means["grad_norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
             sums.update(means)
@@ -1156,10 +1151,9 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
                 controller.update(means["kl_per_token"], metrics["reward_mean"])
 
         # 5. Log, evaluate and save.
-        n_tokens = sum(len(r.response_ids) for r in responses)
         seconds = time.perf_counter() - start
         metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
-        metrics |= {"lr": learning_rate, "response_length": n_tokens / len(responses),
+        metrics |= {"lr": group["lr"], "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
                     "tokens_per_s": n_tokens / seconds, "skipped_steps": len(state["skipped"]),
                     "time/rollout": rollout_seconds, "time/total": seconds}
@@ -1235,10 +1229,18 @@ def choose(cfg):
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     cfg.kl = kl_settings(cfg)
     has_data = callable(cfg.task) or Path(str(cfg.task)).is_file()
-    missing = cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny" or not has_data
-    if missing and not has_support:
-        raise InputError(f"lora_rank, frozen_in_bf16, model_id = 'tiny' and task = {cfg.task!r} "
-                         "need support/ beside this file; leave them out, and give a JSONL file")
+    for wrong, sentence in (
+        (cfg.loss_average not in AVERAGES,
+         f"loss_average = {cfg.loss_average!r}: {nearest(cfg.loss_average, AVERAGES)}"),
+        (cfg.rollout_batch_size % cfg.group_size, "rollout_batch_size = "
+         f"{cfg.rollout_batch_size} is not a multiple of group_size = {cfg.group_size}; use one"),
+        (not has_support and not has_data,
+         f"task = {cfg.task!r} is no JSONL file; give one, or put support/ beside starter.py"),
+        (not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"),
+         "lora_rank, frozen_in_bf16 and the built-in model need support/ beside starter.py"),
+    ):
+        if wrong:
+            raise InputError(sentence)
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items()),
@@ -1264,7 +1266,7 @@ def main(
     max_new_tokens=None,  # longer responses are cut
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
-    gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; the trainer needs the rest
+    gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; from 1 on: GB of its cache, exactly
     max_sampler_diff="auto",  # nats per token between sampler and trainer; None: no limit
 
     # Advantages and loss
@@ -1420,11 +1422,9 @@ def expected_kl_gradient(logits, ref_logits, old_logits, kl):
     n = len(logits)
     logits = logits.clone().requires_grad_()
     old_log_probs = old_logits.log_softmax(0)[None]
-    statistics = statistics_of_logits(logits.expand(n, n), torch.arange(n), 1.0,
-                                      ref_logits.expand(n, n))
-    log_probs, _, ref_log_probs, exact_kl, _ = (values[None] for values in statistics)
-    loss, _ = compute_loss(torch.zeros(1, 1), log_probs, old_log_probs, 0.2, ref_log_probs, 1.0,
-                           None, kl, exact_kl)
+    x = statistics_of_logits(logits.expand(n, n), torch.arange(n), 1.0, ref_logits.expand(n, n))
+    loss, _ = compute_loss(torch.zeros(1, 1), x.log_probs[None], old_log_probs, 0.2,
+                           x.ref_log_probs[None], 1.0, None, kl, x.exact_kl[None])
     return torch.autograd.grad((loss * old_log_probs.exp()).sum(), logits)[0]
 
 
@@ -1479,7 +1479,7 @@ def test_gradient_does_not_depend_on_microbatch_size():
 def test_functions():
     """Runs every quick test above. One that no longer holds is reported, and training goes on."""
     print("=== Running Quick Tests ===")
-    for name in [name for name in globals() if name.startswith("test_")][:-1]:
+    for name in [name for name in globals() if re.match("test_(?!functions)", name)]:
         title = name.removeprefix("test_").replace("_", " ")
         try:
             globals()[name]()

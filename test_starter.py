@@ -547,8 +547,9 @@ def test_kl_gradient_is_right_where_sampler_old_and_present_policy_differ(estima
                 "rollout_log_probs": sampler.log_softmax(dim=0)[:, None],
                 "old_log_probs": old.log_softmax(dim=0)[:, None]}
         leaf.grad = None
-        starter.grpo_microbatch_step(None, rows, cfg, "a reference", 1.0, starter.TokenStatistics(
-            *(values[:, None] for values in statistics)))
+        statistics = starter.TokenStatistics(*(values[:, None] for values in statistics))
+        with mock.patch.object(starter, "token_statistics", lambda *given: statistics):
+            starter.grpo_microbatch_step(None, rows, cfg, "a reference", 1.0)
         errors[cap] = (leaf.grad - by_hand).abs().max()
     assert errors[1e9] < 1e-12
     assert (errors[None] > 0.01) == (estimator in starter.ESTIMATORS)
@@ -763,13 +764,13 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(path):
     upstream = torch.randn(5, mask.sum(), dtype=torch.float64,
                            generator=torch.Generator().manual_seed(0))
     parameters = list(policy.parameters())
-    for i in (0, 3, 4):
+    for i in (0, 1, 3, 4):
         mine = torch.autograd.grad((ours[i] * upstream[i]).sum(), parameters, retain_graph=True)
         theirs = torch.autograd.grad((expected[i] * upstream[i]).sum(), parameters,
                                      retain_graph=True)
         for a, b in zip(mine, theirs):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert not ours.entropy.requires_grad and not ours.ref_log_probs.requires_grad
+    assert not ours.ref_log_probs.requires_grad
 
 
 @pytest.mark.parametrize("forbidden_in_both", [False, True])
@@ -796,7 +797,7 @@ def test_forbidden_token_acts_like_a_vocabulary_without_it(forbidden_in_both):
                 (log_q.exp() * (log_q - log_p)).sum(dim=1)]
     for found, by_hand in zip(ours, expected):
         torch.testing.assert_close(found, by_hand.detach())
-    for i in (0, 3, 4):
+    for i in (0, 1, 3, 4):
         mine, = torch.autograd.grad((ours[i] * upstream[i]).sum(), leaf, retain_graph=True)
         theirs, = torch.autograd.grad((expected[i] * upstream[i]).sum(), leaf, retain_graph=True)
         torch.testing.assert_close(mine, theirs)
@@ -891,45 +892,32 @@ def test_gradient_and_logged_means_do_not_depend_on_the_cut(path, loss_average):
     assert whole[0][0]["ratio_mean"] == pytest.approx(1) and whole[1][0]["clip_frac"] > 0
 
 
-def test_rows_without_a_gradient_are_left_out_and_change_nothing(path):
-    """Advantage 0 in half of the rows, no weights in one more, two epochs."""
-    batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)), "grpo")
-    batch["advantages"][::2] = 0.0
-    batch["weights"][3] = 0.0
-    cfg = cfg_with(importance_cap=1.2)
+def test_microbatch_without_a_slope_costs_no_backward_pass(path):
+    """Its advantages are 0. Terms that do not need one bring the gradient back: a KL term, or terms
+    of your own, in the loss or at the values that the model really has."""
     policy, ref_model = make_models()
-    left = starter.rows_that_learn(policy, batch, cfg)
-    assert torch.equal(left["labels"], batch["labels"][[1, 5, 7]])
-    _, whole = two_epochs(path, batch, 30, cfg, 0.0)
-    _, ours = two_epochs(path, left, 30, cfg, 0.0)
-    for (means, gradient), (whole_means, whole_gradient) in zip(ours, whole):
-        assert means["loss"] == pytest.approx(whole_means["loss"], abs=1e-6)
-        torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-6)
+    path(policy, ref_model)
+    batch = make_step(make_responses((1, 9, 4)), advantages=torch.zeros(3))
+    real = starter.compute_loss
 
-    batch["advantages"][:] = 0.0  # one row stays, so that AdamW does its step
-    left = starter.rows_that_learn(policy, batch, cfg)
-    assert torch.equal(left["labels"], batch["labels"][:1])
-    assert len(starter.rows_that_learn(policy, batch, cfg, ref_model)["labels"]) == 8  # from the KL
+    def has_gradient(ref_model=None, compute_loss=real):
+        policy.zero_grad()
+        with mock.patch.object(starter, "compute_loss", compute_loss):
+            loss, metadata = starter.grpo_microbatch_step(policy, dict(batch), cfg_with(),
+                                                          ref_model, 0.1)
+        assert metadata["entropy"] > 0
+        return any(p.grad is not None and p.grad.any() for p in policy.parameters())
 
+    def hinge_at(threshold):
+        def compute_loss(advantages, log_probs, *others):
+            loss, metadata = real(advantages, log_probs, *others)
+            return loss + (threshold - log_probs).relu(), metadata
+        return compute_loss
 
-def test_rows_learn_from_terms_and_advantages_of_your_own():
-    """An entropy bonus, or an advantage that is 0 at the first token of a response only."""
-    policy, _ = make_models()
-    responses = make_responses((2, 9, 4))
-    batch = make_step(responses, advantages=torch.zeros(3))
-
-    def with_bonus(policy, rows, cfg, ref_model, kl_coef, statistics):
-        (-0.1 * statistics.entropy * rows["weights"]).sum().backward()
-
-    with mock.patch.object(starter, "grpo_microbatch_step", with_bonus):
-        assert len(starter.rows_that_learn(policy, batch, cfg_with())["labels"]) == 3
-    advantages = torch.zeros(3, 9)
-    advantages[1, 8] = 1.0
-    advantages[2, 5] = 1.0  # after the end of the third response
-    left = starter.rows_that_learn(policy, make_step(responses, advantages=advantages), cfg_with())
-    assert torch.equal(left["labels"], batch["labels"][1:2])
-    # A term may have a gradient where the ratio is no longer 1.
-    assert starter.rows_that_learn(policy, batch, cfg_with(epochs_per_rollout=2)) is batch
+    assert not has_gradient()
+    assert has_gradient(ref_model)
+    assert has_gradient(compute_loss=hinge_at(-3.0))
+    assert not has_gradient(compute_loss=hinge_at(-30.0))
 
 
 def test_gradient_in_bf16_is_off_by_its_rounding_only(policy, path):
@@ -1190,11 +1178,49 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(checkpoint, tmp_pat
     assert of(result, "train/grad_norm")[0] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
-def test_logged_means_are_over_the_rows_that_learn(checkpoint, tmp_path):
-    """Half of the groups have equal rewards and are left out. The mean of the ratio is still 1."""
-    def equal_for_even_sums(text, problem):
-        return variety(text, problem) if int(problem["answer"]) % 2 else 0.5
+def test_groups_of_equal_rewards_cost_no_backward_pass_and_change_nothing(checkpoint, tmp_path,
+                                                                          path):
+    """Half of the groups have equal rewards; in the last step all have. A run that goes back
+    through the model each time has the same curve, and AdamW does every step."""
+    def reward(text, problem):
+        of_last_step = problem["answer"] in last_answers
+        return 0.5 if of_last_step or int(problem["answer"]) % 2 else variety(text, problem)
 
-    result = train(checkpoint, tmp_path, reward=equal_for_even_sums)
-    assert 0 < max(of(result, "train/frac_zero_std"))
-    assert of(result, "train/ratio_mean") == pytest.approx([1.0] * 4)
+    last_answers = {problem["answer"] for problem in starter.problems_of_step(
+        small_sums(None)[0], 3, 4, 0)}
+    real = starter.have_slope
+    logs = []
+    for always in (False, True):
+        answers = []
+
+        def have_slope(slopes):
+            answers.append(real(slopes))
+            return always or answers[-1]
+
+        with mock.patch.object(starter, "have_slope", have_slope):
+            result = train(checkpoint, tmp_path, reward=reward)
+        assert set(answers) == {False, True}
+        saved, _ = starter.init_policy(result["run_folder"] / "model", CPU)
+        logs.append([of(result, tag) for tag in ("train/loss", "train/grad_norm", "train/entropy")]
+                    + [torch.cat([p.flatten() for p in saved.parameters()])])
+    assert logs[0][1][-1] == 0
+    for ours, always in zip(*logs):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(always), rtol=1e-5,
+                                   atol=1e-7)
+
+
+def test_each_group_of_parameters_keeps_its_own_learning_rate(checkpoint, tmp_path):
+    real = torch.optim.AdamW
+
+    def frozen_embeddings(parameters, lr, **others):
+        first, *rest = parameters
+        return real([{"params": [first], "lr": 0.0}, {"params": rest}], lr, **others)
+
+    with mock.patch.object(torch.optim, "AdamW", frozen_embeddings):
+        result = train(checkpoint, tmp_path, n_train_steps=2, save_every=1)
+        resumed = train(checkpoint, tmp_path, n_train_steps=3, resume=str(result["run_folder"]))
+    before, after = (starter.init_policy(folder, CPU)[0].state_dict()
+                     for folder in (checkpoint, resumed["run_folder"] / "model"))
+    moved = {name: not torch.equal(before[name], after[name]) for name in before}
+    assert not moved.pop("model.embed_tokens.weight") and not moved.pop("lm_head.weight")
+    assert all(moved.values())

@@ -66,7 +66,7 @@ def child(settings):
     print("process", os.getpid(), flush=True)
     if os.environ.get("RANK", "0") == "0":
         wrap("rollout", starter, "problems_of_step")
-        wrap("update", starter, "rows_that_learn")
+        wrap("update", starter, "accumulate_gradients")
         wrap("save", starter.Run, "save")
         wrap("evaluate", starter, "evaluate")
     starter.main(task=sums, reward=noisy_variety, **settings)

@@ -14,7 +14,7 @@ SHIPPED = {
     "draw_from": "3ae328c5981b",
     "rows_to_decode": "34c90c59c133",
     "decode": "fa3a88246e98",
-    "init_vllm": "a32dad3c4d5e",
+    "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
 }

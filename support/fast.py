@@ -474,7 +474,8 @@ def outputs_of(functions, policy, responses, cfg, at_once):
 def compare(ours, plain):
     """Raises Misfit where an output differs by more than a thousandth of its largest value. Equal
     infinities, and nan in both, are no difference: an edit of scale_logits may forbid tokens."""
-    largest = {name: values[values.isfinite()].abs().max() for name, values in plain.items()}
+    largest = {name: torch.where(values.isfinite(), values.abs(), 0.0).max()
+               for name, values in plain.items()}
     steepest = max([x for name, x in largest.items() if "gradient" in name], default=0.0)
     for name, values in plain.items():
         alike = (ours[name] == values) | (ours[name].isnan() & values.isnan())

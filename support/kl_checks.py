@@ -1,7 +1,7 @@
 """Refuses KL terms that are known not to work, for main() and for the integrations."""
 import math
 
-from starter import TERM_RULES, InputError
+from starter import ESTIMATORS, TERM_RULES, InputError
 
 
 def check_kl(cfg):
@@ -37,7 +37,11 @@ def check_kl(cfg):
     ):
         if wrong and not cfg.reproduce_paper:
             raise InputError(f"{why}; use {remedy}, or reproduce_paper = True to run it anyway")
+    one_gradient = kl.gradient == "reverse" and kl.placement == "loss" and not term
     return [f"KL term: {note}" for applies, note in (
+        (one_gradient and kl.estimator in ESTIMATORS,
+         f"{kl.estimator} is its value; its gradient, of KL(policy || reference), is that of every "
+         "sampled estimator"),
         (as_written and kl.estimator == "k2",
          "k2 as written has the gradient of reverse KL in a rollout's first epoch only"),
         (as_written and kl.estimator == "k3",

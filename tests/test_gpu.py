@@ -39,10 +39,17 @@ def test_vllm_starts_on_the_gpu_of_the_policy_with_a_float32_head(gpus, bf16):
     given = gpus.settings
     assert given["device_ids"] == [3]
     assert given["gpu_memory_utilization"] == cfg.gpu_mem_util
+    assert given["kv_cache_memory_bytes"] is None and given["max_num_batched_tokens"] == 8192
     if bf16:  # else logits of 16 would round by 0.06
         assert given["hf_overrides"] == {"head_dtype": "float32"} and given["dtype"] == "bfloat16"
     else:
         assert given["hf_overrides"] == {} and given["dtype"] == "float32"
+
+
+def test_cache_of_vllm_can_be_given_in_gb(gpus):
+    starter.init_vllm.__wrapped__("model", 0, 64, 2.5, True)
+    assert gpus.settings["kv_cache_memory_bytes"] == 2_500_000_000
+    assert gpus.settings["gpu_memory_utilization"] < 0.1  # which vLLM wants to find free
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     def send():
         os.kill(os.getpid(), number)
 
-    with at_call(starter, "rows_that_learn", 3, send), pytest.raises(SystemExit) as ended:
+    with at_call(starter, "check_log_probs", 3, send), pytest.raises(SystemExit) as ended:
         run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
     assert ended.value.code == status
     printed = capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with at_call(starter, "rows_that_learn", 1, twice), pytest.raises(KeyboardInterrupt):
+    with at_call(starter, "check_log_probs", 1, twice), pytest.raises(KeyboardInterrupt):
         run("alone", **full_settings(checkpoint, tmp_path))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert steps_saved(tmp_path) == []
@@ -242,11 +242,11 @@ def test_settings_that_break_the_curve_are_refused_and_others_taken(checkpoint, 
     config = json.loads((folder / "settings.json").read_text())
     del config["importance_cap"]  # of an older version: main() has got a parameter since
     (folder / "settings.json").write_text(json.dumps(config | {"gone": 1}))  # and lost one
-    real = starter.rows_that_learn
-    with mock.patch.object(starter, "rows_that_learn", side_effect=real) as called:
+    real = starter.accumulate_gradients
+    with mock.patch.object(starter, "accumulate_gradients", side_effect=real) as called:
         run("support", **given | dict(resume=True, n_train_steps=3, save_every=1, eval_every=1,
                                       max_tokens_per_microbatch=100))
-    given_cfgs = [call.args[2] for call in called.call_args_list]
+    given_cfgs = [call.args[3] for call in called.call_args_list]
     assert [cfg.max_tokens_per_microbatch for cfg in given_cfgs] == [100, 100]
     assert steps_saved(tmp_path) == [2, 3]
     assert list(scalars(folder)["eval/solved"]) == [0, 1, 2, 3]
