@@ -52,18 +52,15 @@ EXPRESSIONS = strategies.recursive(
 
 
 # --------------------------------------------------------------------------------------------------
-# Other answers: numbers, units, words; and any text
+# Other answers: numbers, words; and any text
 
 @pytest.mark.parametrize("answer, gold", [
     # the same number
     ("5.", "5"), ("1,234.50", "$1,234.5"), (".5", "0.50"), ("-0", "0"), ("-12", "\u221212"),
-    # names and units, where one of the two has none
-    ("x = 5", "5"), ("= 5", "5"), ("$5", "5"), ("18%", "18"), ("-12 C", "-12"), ("72 clips", "72"),
-    # the same name or unit
-    ("x=5", "x = 5.0"), ("5 dollars", "$5"), ("$-5", "-$5"), ("\u20ac5", "5 euros"),
-    ("18 percent", "18%"), ("18 per cent", "18 %"), ("72 clip", "72 clips"), ("5 km/h", "5 km/h"),
+    ("$5", "5"), ("\u20ac5.00", "5"), ("18%", "18"), ("18 %", "18.0%"), ("-$5", "-5"),
     # texts
-    ("Paris.", "paris"), ("new  york", "New York"), ("1/2", "1/2"), ("(3, 4)", "(3, 4)"),
+    ("Paris.", "paris"), ("new  york", "New York"), ("x = 5", "X = 5"), ("5 km/h", "5 km/h"),
+    ("1/2", "1/2"), ("(3, 4)", "(3, 4)"),
     ("2024-01-05", "2024-01-05"), ("0012", "0012"), ("a " * 50_000, "a " * 50_000),
 ])
 def test_equal_answers_solve(answer, gold):
@@ -78,8 +75,8 @@ def test_equal_answers_solve(answer, gold):
     ("5 and a half", "5"), ("1e3", "1000"), ("five", "5"), ("nan", "5"), ("$", "5"), (".", "5"),
     # several, or a calculation
     ("5 or 6", "5"), ("5 (or 6)", "5"), ("5+0", "5"), ("5 x 2", "5"), ("5=5", "5"),
-    # another name or unit, another text
-    ("y = 4", "x = 4"), ("5 km", "5 m"), ("5 cents", "$5"), ("5%", "$5"),
+    # a name or a unit, another text
+    ("y = 4", "x = 4"), ("x = 4", "4"), ("5 km", "5 m"), ("5 cents", "5"),
     ("3/2", "1/2"), ("7:30", "6:30"), ("2^10", "3^10"), ("x=5,y=4", "x=3,y=4"), ("a b c", "a b"),
     # long texts that begin with the answer
     ("5" + " " * 2000 + "or 6", "5"), ("1" * 100_000, "5"), ("a " * 50_000, "a"),
@@ -89,12 +86,12 @@ def test_different_answers_do_not_solve(answer, gold):
 
 
 def test_answers_of_gsm8k_are_numbers():
-    """Each solves itself, with and without its separators and a unit, and no neighbour solves."""
+    """Each solves itself, with and without its separators, and no neighbour solves."""
     answers = GSM8K_ANSWERS.read_text(encoding="utf-8").splitlines()[1:]
     assert len(answers) > 900
     for gold in answers:
         plain = gold.replace(",", "")
-        for answer in (gold, plain, f"${gold}", f"{plain} apples"):
+        for answer in (gold, plain, f"{gold} %"):
             assert reward_of(answer, gold) == 1.0, answer
         for answer in (f"{plain}1", f"-1{plain}", f"{plain}/2", f"{plain} or {plain}"):
             assert reward_of(answer, gold) == 0.1, answer
@@ -102,7 +99,7 @@ def test_answers_of_gsm8k_are_numbers():
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
 @hypothesis.given(strategies.decimals(-10**9, 10**9, places=2), strategies.sampled_from(
-    ["{:.2f}", "{:,.2f}", "x = {:,.2f}", "{:,.3f} dollars"]))
+    ["{:.2f}", "{:,.2f}", "{:,.3f} %"]))
 def test_number_is_read_as_it_is_written(number, style):
     problem = {"answer": f"{number:,.2f}"}
     text = f"<answer>9</answer><answer> {style.format(number)} </answer> 9"
@@ -133,7 +130,7 @@ def test_tags_must_be_there_and_the_last_ones_count():
 
 PIECES = strategies.text(max_size=9) | strategies.sampled_from([
     "<answer>", "</answer>", *"3579012+-*/()[] \n.,$_\0", "**", "1,234.5", "a b", "e9", "9" * 9,
-    "__import__('os').abort()", "22j", "x = ", " per cent", "%",
+    "__import__('os').abort()", "22j", "x = ", "%",
     "\u0663", "\uff13", "\u00b2", "\u2212", "\u3000", "\ud800", "\U0001f600", "\U0001d7db"])
 TIMES = strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4, 10**5])
 
