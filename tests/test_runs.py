@@ -160,10 +160,10 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
         run(kind, **full_settings(checkpoint, tmp_path, save_every=0))
     assert ended.value.code == status
     printed = capsys.readouterr().out
-    assert "stopping after this step; once more: without a checkpoint, now" in printed
+    assert "stopping after this step; again: now" in printed
     assert steps_in(printed) == [1, 2, 3] and steps_in(printed, "Eval at step") == [0, 3]
     [folder] = (tmp_path / "runs").iterdir()
-    assert f"stopped after step 3 of 6; to go on, add --resume {folder} to the" in printed
+    assert f"stopped after step 3 of 6; to go on, add --resume {folder}, or resume=" in printed
     [saved] = folder.glob("checkpoint_00000003_*.pt")
     weights = torch.load(saved, weights_only=True)["model"]
     model = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
@@ -200,9 +200,10 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
     assert again == first and outcome(tmp_path) == ended
     resume(kind, checkpoint, tmp_path, n_train_steps=3)
     assert steps_in(capsys.readouterr().out) == [3]
-    with pytest.raises(InputError, match="n_train_steps = 2 counts from the start, and .* has done "
-                                         "3 steps; use more"):
-        run(kind, **given | dict(resume=True))
+    if kind == "support":
+        with pytest.raises(InputError, match="n_train_steps = 2 counts from the start, and .* has "
+                                             "done 3 steps; use more"):
+            run(kind, **given | dict(resume=True))
 
 
 def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
