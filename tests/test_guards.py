@@ -2,8 +2,9 @@
 warnings, and what happens to steps that are skipped."""
 import json
 import math
-import os
 import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -15,8 +16,6 @@ from starter import InputError, RunStopped
 from support import guards
 
 from conftest import scalars, settings, variety
-
-ROLLOUT = 16  # responses of a step, in settings()
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +32,25 @@ def watched(checkpoint, tmp_path_factory):
 # --------------------------------------------------------------------------------------------------
 # The lock
 
+LOCK = """
+import fcntl, sys
+file = open(sys.argv[1] + "/.lock", "ab")
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+
+
 @pytest.fixture
 def locked(tmp_path):
     """The folder of a run at which another process is at work, for as long as the test lasts."""
-    fcntl = pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl")
     folder = tmp_path / "runs" / "first"
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text("{}")
-    ready, tell = os.pipe()
-    end, own = os.pipe()
-    if os.fork() == 0:
-        os.close(own)
-        lock = open(folder / ".lock", "ab")
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        os.write(tell, b".")
-        os._exit(len(os.read(end, 1)))
-    os.read(ready, 1)
+    program = [sys.executable, "-c", LOCK + "print(flush=True)\ninput()", str(folder)]
+    other = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
     yield folder
-    os.close(own)
-    os.wait()
+    other.communicate(b"\n")
 
 
 @pytest.mark.parametrize("resume", [True, "runs/first"])
@@ -67,15 +66,9 @@ def test_run_at_which_another_process_works_is_refused_before_anything_slow(
 
 def is_free(folder):
     """Whether another process could lock the folder."""
-    child = os.fork()
-    if child == 0:
-        import fcntl
-        try:
-            fcntl.lockf(open(folder / ".lock", "ab"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done = subprocess.run([sys.executable, "-c", LOCK, str(folder)], stderr=subprocess.PIPE)
+    assert done.returncode == 0 or b"BlockingIOError" in done.stderr
+    return done.returncode == 0
 
 
 def test_run_is_locked_until_it_ends_or_this_process_begins_another(checkpoint, tmp_path):
@@ -271,34 +264,21 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 # --------------------------------------------------------------------------------------------------
 # Steps that are skipped
 
-def test_responses_of_a_skipped_step_are_kept(checkpoint, tmp_path, capsys):
-    calls = []
-
-    def nan_in_step_2(text, problem):
-        calls.append(text)
-        first = 10 + ROLLOUT  # after the evaluation and step 1
-        return math.nan if len(calls) == first + 5 else variety(text, problem)
-
-    result = starter.main(**settings(checkpoint, tmp_path, n_train_steps=3, reward=nan_in_step_2))
-    path = result["run_folder"] / "skipped_step_2.json"
-    assert f"The responses of step 2 are kept in {path}\n" in capsys.readouterr().out
-    kept = json.loads(path.read_text())
-    assert kept["step"] == 2 and len(kept["responses"]) == ROLLOUT
-    rewards = [row["reward"] for row in kept["responses"]]
-    assert [math.isnan(reward) for reward in rewards] == [i == 4 for i in range(ROLLOUT)]
-    for row, text in zip(kept["responses"], calls[26:]):
-        assert row["text"] == text and row["prompt"].startswith("add ")
-        assert len(row["ids"]) == len(row["log_probs"])
-    assert len(list(result["run_folder"].glob("skipped_step_*.json"))) == 1
-
-
-def test_run_stops_after_several_skipped_steps_in_a_row(tmp_path):
+def test_responses_of_skipped_steps_are_kept_and_several_in_a_row_stop_the_run(tmp_path, capsys):
     run = Log(tmp_path)
     watch = guards.Guards(run)
     metrics, samples = step_of([0.0, 1.0], loss=math.nan)
+    watch(0, metrics, samples)
     for step in (1, 2, 3, 4, 6, 7, 8, 9):  # step 5 was fine
         run.state["skipped"] = [*run.state["skipped"], step]
         watch(step, metrics, samples)
+    assert {path.name for path in tmp_path.glob("*.json")} == {
+        f"skipped_step_{step}.json" for step in run.state["skipped"]}
+    path = tmp_path / "skipped_step_9.json"
+    assert f"The responses of step 9 are kept in {path}\n" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == {"step": 9, "responses": [
+        {"prompt": "p0", "text": f"t{i}", "reward": i, "ids": [2, 3], "log_probs": [-1.0, -3.0]}
+        for i in range(2)]}
     run.state["skipped"] = [*run.state["skipped"], 10]
     with pytest.raises(RunStopped, match="5 steps in a row had a loss or gradient that is not"):
         watch(10, metrics, samples)

@@ -2,7 +2,6 @@
 anything is written."""
 import importlib.util
 import inspect
-import json
 import math
 import re
 import shutil
@@ -50,7 +49,6 @@ BAD = [
     (dict(seed=-1), "seed = -1 " + WHOLE.format(0) + "0"),
     (dict(seed=0.5), "seed = 0.5 " + WHOLE.format(0)),
     (dict(seed=10**400), r"seed = 10{198,}\.* ?" + WHOLE.format(0)),
-    (dict(n_train_steps=0), "n_train_steps = 0 " + WHOLE.format(1)),
     (dict(group_size=1), "group_size = 1 " + WHOLE.format(2) + "8"),
     (dict(group_size=None), "group_size = None " + WHOLE.format(2)),
     # Numbers
@@ -67,7 +65,6 @@ BAD = [
     (dict(device="cuda:99"), r"device = 'cuda:99' but there are \d+ CUDA GPUs here; use device = "),
     (dict(model_id=Path("nowhere/model")), "model_id = 'nowhere/model' is no folder; give one"),
     (dict(model_id="tinny"), "model_id = 'tinny' is no folder; .*did you mean 'tiny'?"),
-    (dict(model_id="x" * 5000), r"model_id = 'x{199} is no folder; give one"),
     (dict(model_id=str(Path(__file__).parent)), "model_id = .* has no config.json; give a folder"),
     (dict(out_dir=3), "out_dir = 3 must be the path of a folder; the default is 'runs'"),
     (dict(out_dir="/dev/null/a"), "out_dir = '/dev/null/a' cannot be written; give another"),
@@ -148,10 +145,8 @@ def test_new_parameter_of_main_and_new_average_need_no_rule(monkeypatch):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(seed=-1), "seed = -1 must be"), (dict(engine="vlm"), "did you mean 'vllm'"),
-    (dict(kl_target=0.2), "kl_target = 0.2 changes nothing"),
-    (with_kl(kl_estimator="k2", kl_in="reward"), "kl_estimator = 'k2' with kl_in = 'reward'"),
-    (dict(model_id="nowhere"), "model_id = 'nowhere' is no folder")])
+    (dict(seed=-1), "seed = -1 must be"), (dict(model_id="nowhere"), "model_id = 'nowhere' is no"),
+    (with_kl(kl_estimator="k2", kl_in="reward"), "kl_estimator = 'k2' with kl_in = 'reward'")])
 def test_refused_run_loads_no_model_and_writes_nothing(checkpoint, tmp_path, monkeypatch, changes,
                                                        message):
     monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
@@ -210,51 +205,30 @@ def test_broken_checkpoint_is_refused_in_one_sentence(checkpoint, tmp_path, name
 
 
 def loaded(checkpoint, n_held_out=30, **changes):
-    """The arguments of rules.check_model."""
+    """What rules.check_model looks at."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     problems = starter.Problems(*(
         [{"prompt": f"add {i}", "prompt_ids": [7, 8]} for i in some]
         for some in (range(40), range(40, 40 + n_held_out), [])))
-    return policy, tokenizer, problems, starter.cfg_with(model_id="model", **changes)
-
-
-def spoil_weights(policy, tokenizer, problems, cfg):
-    list(policy.parameters())[-1].data[0] = math.nan
-
-
-def spoil_ids(policy, tokenizer, problems, cfg):
-    problems.held_out[3]["prompt_ids"] = [7, policy.config.vocab_size]
-
-
-def leave_no_ids(policy, tokenizer, problems, cfg):
-    problems.train[3]["prompt_ids"] = []
-
-
-def spoil_template(policy, tokenizer, problems, cfg):
-    tokenizer.chat_template = "{% for m in messages %}<|user|>{% endfor %}"
-
-
-def train_on_held_out(policy, tokenizer, problems, cfg):
-    problems.held_out[5]["prompt"] = problems.held_out[6]["prompt"] = "add 39"
-
-
-def ask_for_checkpointing(policy, tokenizer, problems, cfg):
-    cfg.gradient_checkpointing = True
-    type(policy).supports_gradient_checkpointing = False
+    return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=problems,
+                           cfg=starter.cfg_with(model_id="model", **changes))
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (spoil_weights, "has weights that are not finite"), (spoil_ids, "or ids from 58 on"),
-    (leave_no_ids, "makes nothing of a prompt"), (spoil_template, "leaves out the user's message"),
-    (train_on_held_out, "2 of 30 held-out problems are also trained on, for example 'add 39'"),
-    (ask_for_checkpointing, "gradient_checkpointing = True does not work with Qwen3ForCausalLM")])
-def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, monkeypatch, spoil, words):
-    from transformers import Qwen3ForCausalLM
-    monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", True)  # to be restored
-    arguments = loaded(checkpoint)
-    rules.check_model(*arguments)
-    spoil(*arguments)
-    assert words in refusal(rules.check_model, *arguments)
+    (lambda x: x.policy.model.norm.weight.data.fill_(math.nan), "has weights that are not finite"),
+    (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "or ids from 58 on"),
+    (lambda x: x.problems.train[3].update(prompt_ids=[]), "makes nothing of a prompt"),
+    (lambda x: setattr(x.tokenizer, "chat_template", "{% for m in messages %}hello{% endfor %}"),
+     "leaves out the user's message"),
+    (lambda x: x.problems.held_out.extend(x.problems.train[38:]),
+     "2 of 32 held-out problems are also trained on, for example 'add 38'"),
+    (lambda x: setattr(x.policy, "supports_gradient_checkpointing", False),
+     "gradient_checkpointing = True does not work with Qwen3ForCausalLM")])
+def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, words):
+    x = loaded(checkpoint, gradient_checkpointing=True)
+    rules.check_model(**vars(x))
+    spoil(x)
+    assert words in refusal(rules.check_model, *vars(x).values())
 
 
 @pytest.mark.parametrize("changes, n_held_out, words", [
@@ -263,9 +237,8 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, monkeypatch
     (dict(learning_rate=7e-6), 30, ["was found for Qwen/Qwen3-1.7B; "]),
     (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])
 def test_notes_say_what_is_often_a_mistake(checkpoint, changes, n_held_out, words):
-    policy, tokenizer, problems, cfg = loaded(checkpoint, n_held_out, **dict(
-        learning_rate=1e-3) | changes)
-    lines = rules.notes(tokenizer, problems, cfg)
+    x = loaded(checkpoint, n_held_out, **dict(learning_rate=1e-3) | changes)
+    lines = rules.notes(x.tokenizer, x.problems, x.cfg)
     assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
 
 
@@ -277,21 +250,3 @@ def test_prompts_that_the_model_cannot_see_are_counted():
     [line] = rules.notes(tokenizer, problems, starter.cfg_with(learning_rate=1e-3))
     assert "2 of 3 prompts hold characters that the tokenizer does not know" in line
     assert "'Sort 21'" in line
-
-
-# --------------------------------------------------------------------------------------------------
-# Runs that are resumed
-
-def test_resumed_run_may_change_only_what_leaves_its_curve_whole(tmp_path):
-    def run_with(**changes):
-        return starter.Run(starter.cfg_with(resume=str(tmp_path), **changes))
-
-    (tmp_path / "settings.json").write_text(json.dumps(run_with(seed=3).settings))
-    rules.check_resume(run_with(seed=3, eval_every=7, n_train_steps=1000, run_name="again"))
-    assert "seed = 4 would break the curve" in refusal(rules.check_resume, run_with(seed=4))
-    older = run_with(seed=3).settings
-    del older["temperature"]  # a parameter that is new since
-    (tmp_path / "settings.json").write_text(json.dumps(older))
-    rules.check_resume(run_with(seed=3))
-    (tmp_path / "settings.json").write_text("{")
-    assert "cannot be read" in refusal(rules.check_resume, run_with(seed=3))

