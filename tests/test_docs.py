@@ -12,8 +12,8 @@ import pytest
 
 import starter
 from conftest import scalars, settings
+from lab import tables
 
-tables = pytest.importorskip("lab.tables")
 REPOSITORY = tables.REPOSITORY
 
 

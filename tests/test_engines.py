@@ -11,22 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import make_tokenizer, save_checkpoint, scalars
+from conftest import make_tokenizer, save_checkpoint
 from lab.crash_test import outcome, sums
 from test_runs import Killed, at_call, die, full_settings
 from transformers import AutoModelForCausalLM
 
 import starter
-
-try:
-    from support import engines
-except ImportError:
-    engines = None
+from support import engines, lora
 
 
 def needs_vllm(test):
-    missing = importlib.util.find_spec("vllm") is None or engines is None
-    return pytest.mark.slow(pytest.mark.skipif(missing, reason="vLLM is not installed")(test))
+    is_missing = not importlib.util.find_spec("vllm")
+    return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +114,6 @@ def test_vllm_gets_a_seed_for_each_prompt_and_an_empty_prefix_cache(monkeypatch)
                          for ids in ([7], [8, 9]) for response in of_a_prompt]
 
 
-@pytest.mark.skipif(engines is None, reason="support/ is not here")
 def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
     """vLLM on a CPU sets another number and replaces the function that sets it."""
     n_threads = torch.get_num_threads()
@@ -167,8 +162,7 @@ def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path,
     engines.give_text_model(policy, tokenizer, checkpoint)
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
     if lora_rank:
-        pytest.importorskip("support.lora").add_adapters(
-            policy, starter.cfg_with(lora_rank=lora_rank))
+        lora.add_adapters(policy, starter.cfg_with(lora_rank=lora_rank))
     # The last is longer than a block of vLLM's cache, which the first sync finds filled.
     prompts = prompts_of(policy, tokenizer, "make 3: 1 2", "sort 54321", "a", "b" * 70)
     for seed in range(3):  # before any change, then after each of two
@@ -242,37 +236,6 @@ def test_killed_run_with_vllm_ends_with_the_same_bits(checkpoint, tmp_path, caps
     starter.main(**vllm_settings(checkpoint, tmp_path / "killed", resume=True))
     assert "after step 2\n" in capsys.readouterr().out
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
-
-
-@needs_vllm
-def test_run_with_vllm_is_that_of_transformers_given_the_same_rollouts(
-        checkpoint, tmp_path, monkeypatch, capsys):
-    """And it never calls draw_tokens, which the log says. Greedy evaluations are each engine's."""
-    recorded = []
-    real = starter.rollout
-
-    def record(policy, llm, prompts, cfg, purpose, group_size, temperature):
-        responses = real(policy, llm, prompts, cfg, purpose, group_size, temperature)
-        recorded.extend([responses] if temperature else [])
-        return responses
-
-    def replay(policy, llm, prompts, cfg, purpose, group_size, temperature):
-        if temperature:
-            starter.seed_for(cfg, purpose)  # for the reward
-            return recorded.pop(0)
-        return real(policy, llm, prompts, cfg, purpose, group_size, temperature)
-
-    monkeypatch.setattr(starter, "rollout", record)
-    with monkeypatch.context() as patch:
-        patch.setattr(starter, "draw_tokens", None)
-        starter.main(**vllm_settings(checkpoint, tmp_path / "vllm"))
-    assert "engine: vllm, which draws the tokens itself" in capsys.readouterr().out
-    monkeypatch.setattr(starter, "rollout", replay)
-    starter.main(**vllm_settings(checkpoint, tmp_path / "transformers", engine="transformers"))
-    assert recorded == []
-    assert outcome(tmp_path / "vllm") == outcome(tmp_path / "transformers")
-    logged = scalars(next(tmp_path.glob("vllm/runs/*")))
-    assert max(logged["train/sampler_logprob_diff"].values()) < 1e-4
 
 
 @needs_vllm

@@ -9,8 +9,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import starter
 
-pytest.importorskip("support.tasks")
-
 from lab import bench, race, real_model, rows, small_models, sweep, tables, verify_kl
 
 
