@@ -9,6 +9,7 @@ import pytest
 import starter  # before torch, for which it sets variables
 
 import torch
+from lab.build_tiny import make_tokenizer
 from tensorboard.summary.writer import event_file_writer
 
 # TensorBoard reads the files of a run by name: the second, then a count that is not padded.
@@ -16,29 +17,15 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 starter.find_support()  # names of tasks and KL rules in support/ are known to every test
 
-CHAT_TEMPLATE = """{% for m in messages %}{% if m['role'] == 'assistant' %}\
-{{ '<|assistant|>' + m['content'] + '<|end|>' }}{% else %}{{ '<|user|>' + m['content'] }}\
-{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+@pytest.fixture(autouse=True)
+def plain_functions_before_and_after():
+    starter.MECHANICS.clear()
+    yield
+    starter.MECHANICS.clear()
 
 
-def make_tokenizer():
-    """Returns a tokenizer for which each character, and each answer tag, is a token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    tokens = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<unk>", "<answer>", "</answer>",
-              *"abcdefghijklmnopqrstuvwxyz0123456789 +-*/()=:.,?!<>"]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)},
-                                      unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()  # without it decode() puts a space between characters
-    core.add_tokens(["<answer>", "</answer>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE, extra_special_tokens=["<|user|>", "<|assistant|>"],
-        model_max_length=256, clean_up_tokenization_spaces=False)
-
-
-def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
+def save_checkpoint(folder, tie=True, family="Qwen3", **changes):
     """Saves a two-layer model of a few thousand random weights with make_tokenizer(). Returns the
     folder. family: the name of a transformers family such as "Qwen3", "Mistral" or "GPT2"."""
     import transformers
@@ -51,7 +38,7 @@ def save_checkpoint(folder, tie=True, seed=0, family="Qwen3", **changes):
     if family == "Qwen3":
         config["head_dim"] = 32
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, f"{family}Config")(**config | changes))
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -36,8 +36,6 @@ def end_of_engine():
 def cpu_mechanics():
     """Puts support/engines.py's functions into starter, as main() does."""
     engines.attach()
-    yield
-    starter.MECHANICS.clear()
 
 
 def change_weights(policy, seed):

@@ -8,44 +8,22 @@ from pathlib import Path
 
 import pytest
 
-import starter
-import test_starter
-from starter import Response
-
-fast = pytest.importorskip("support.fast")
+import starter  # before torch, for which it sets variables
 
 import torch
-import transformers
+import test_starter
 from forked import REPOSITORY, in_new_process
-from support import edits
+from lab.small_models import make_model
+from starter import Response
+from support import edits, fast
 
-# Name -> transformers class and what its configuration changes
 FAST = {"decode", "rows_to_decode", "draw_from", "token_statistics"}
-FAMILIES = {
-    "Qwen3": ("Qwen3ForCausalLM", {}),
-    "Llama, tied": ("LlamaForCausalLM", dict(tie_word_embeddings=True)),
-    "GPT2": ("GPT2LMHeadModel", {}),
-    "Phi, head with bias": ("PhiForCausalLM", {}),
-    "Granite, scale": ("GraniteForCausalLM", dict(logits_scaling=8.0)),
-    "NanoChat, soft-cap": ("NanoChatForCausalLM", dict(final_logit_softcapping=3.0)),
-}
-FULL = dict(layer_types=["full_attention"] * 2)
+FAMILIES = ["qwen3", "llama (tied)", "gpt2", "phi", "granite", "nanochat"]
 
 
-def make_model(class_name, changes, vocabulary=61):
-    model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**dict(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=640, pad_token_id=0, bos_token_id=3,
-        eos_token_id=1, initializer_range=0.15) | changes)
-    config.num_key_value_heads = 2
-    config.head_dim = 8
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = model_class(config).eval()
-    for parameter in model.parameters():  # biases are 0 at first, and weights of norms 1
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.linspace(-1, 1, len(parameter))
+def model_named(name):
+    """One of lab/small_models.py, loaded as starter.init_policy does it."""
+    model = make_model(name)
     model.lm_head.__class__ = starter.Float32Head
     return model
 
@@ -102,20 +80,13 @@ def attach(model, **changes):
     return {*starter.MECHANICS}
 
 
-@pytest.fixture(autouse=True)
-def plain_functions_before_and_after():
-    starter.MECHANICS.clear()
-    yield
-    starter.MECHANICS.clear()
-
-
 # --------------------------------------------------------------------------------------------------
 # Statistics
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     """With and without a reference, which differs; all logits at once, and in slices."""
-    model = make_model(*FAMILIES[family])
+    model = model_named(family)
     references = None, moved_copy(model)
     rows = make_rows()
     expected = [outputs(model, rows, ref_model) for ref_model in references]
@@ -137,7 +108,7 @@ def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
 
 def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
     """Rows of 300 tokens take torch's fused attention, short ones do not."""
-    model = make_model(*FAMILIES["Qwen3"])
+    model = model_named("qwen3")
     rows = make_rows((300, 40, 300), prompt_lengths=(11, 5))
     exact, rounded = (outputs(model, rows, None, bf16) for bf16 in (False, True))
     attach(model)
@@ -153,7 +124,8 @@ def peak_memory():
         status = Path("/proc/self/status").read_text("utf-8")
         return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
-    model = make_model("Qwen3ForCausalLM", {}, vocabulary=151_936)
+    model = model_named("qwen3")
+    model.resize_token_embeddings(151_936)
     starter.MECHANICS |= fast.mechanics_for(model)
     before = peak()
     outputs(model, make_rows((512,) * 8))
@@ -180,22 +152,22 @@ def with_wrong_kl(*inputs, shipped=fast.token_statistics):
     return statistics._replace(exact_kl=1.01 * statistics.exact_kl)
 
 
-@pytest.mark.parametrize("model, planted, reason", [
-    (("MistralForCausalLM", dict(sliding_window=5)), {}, "do not look back without end"),
-    (("BloomForCausalLM", {}), {}, "its attention is code of its own"),
-    (("GptOssForCausalLM", FULL), {}, "its log_probs differs"),  # attention sinks
-    (("Gemma2ForCausalLM", FULL | dict(attn_logit_softcapping=1.0)), {}, "its log_probs differs"),
-    (FAMILIES["Qwen3"], {"logits_from": lambda model, hidden: 1.01 * model.lm_head(hidden)},
+@pytest.mark.parametrize("name, planted, reason", [
+    ("mistral", {}, "do not look back without end"),
+    ("bloom", {}, "its attention is code of its own"),
+    ("gpt_oss (sinks, no window)", {}, "its log_probs differs"),
+    ("gemma2 (caps, no window)", {}, "its log_probs differs"),
+    ("qwen3", {"logits_from": lambda model, hidden: 1.01 * model.lm_head(hidden)},
      "its log_probs differs"),
-    (FAMILIES["Qwen3"], {"hidden_states": steeper}, "its gradient of model.embed_tokens.weight"),
-    (FAMILIES["Qwen3"], {"token_statistics": with_wrong_kl}, "its exact_kl differs by 1.0%"),
-    (FAMILIES["Qwen3"], {"group_size_of": len}, "its logit while sampling differs"),
-    (FAMILIES["Qwen3"], {"read_prompts": lambda *inputs: 1 / 0}, "ZeroDivisionError"),
+    ("qwen3", {"hidden_states": steeper}, "its gradient of model.embed_tokens.weight"),
+    ("qwen3", {"token_statistics": with_wrong_kl}, "its exact_kl differs by 1.0%"),
+    ("qwen3", {"group_size_of": len}, "its logit while sampling differs"),
+    ("qwen3", {"read_prompts": lambda *inputs: 1 / 0}, "ZeroDivisionError"),
 ])
 def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
-        model, planted, reason, monkeypatch, capsys):
+        name, planted, reason, monkeypatch, capsys):
     """The measure is the model's own attention: that of fast.py drops sinks and caps anywhere."""
-    model = make_model(*model).train()
+    model = model_named(name).train()
     model.set_attn_implementation("eager")
     for name, function in planted.items():
         monkeypatch.setattr(fast, name, function)
@@ -212,7 +184,7 @@ def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch, capsys)
     """Tokens that scale_logits forbids are no misfit."""
     monkeypatch.setattr(starter, "scale_logits", lambda logits, temperature: torch.cat(
         [logits[:, :50], torch.full_like(logits[:, 50:], -torch.inf)], dim=1) / temperature)
-    model = make_model(*FAMILIES["Qwen3"])
+    model = model_named("qwen3")
     assert attach(model, max_new_tokens=max_new_tokens) == FAST
     assert capsys.readouterr().out.startswith("support.fast runs decode, token_statistics, ")
     assert model.config._attn_implementation == "starter"
@@ -236,7 +208,7 @@ def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, ca
     original = getattr(starter, name).__wrapped__
     edited.__name__ = name
     monkeypatch.setattr(starter, name, starter.mechanics(edited))
-    assert attach(make_model(*FAMILIES["Qwen3"])) == FAST - {name, partner}
+    assert attach(model_named("qwen3")) == FAST - {name, partner}
     assert f"{name} was edited: it runs, and not the one of support/" in capsys.readouterr().out
 
 

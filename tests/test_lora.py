@@ -5,38 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from conftest import scalars, settings
+from lab.small_models import make_model
 from safetensors.torch import load_file
 
 import starter
 from starter import InputError, Response
+from support import fast, lora
 
 peft = pytest.importorskip("peft")
-lora = pytest.importorskip("support.lora")
-from support import fast
 
 RESPONSES = [Response([3, 4, 5], [6, 7, 8, 9], [-2.0] * 4, True),
              Response([3, 4], [9, 8, 7], [-2.0] * 3, True),
              Response([5], [4], [-2.0], False)]
-CONFIG = dict(vocab_size=40, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-              max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
-               intermediate_size=48, moe_intermediate_size=16)
-LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-              v_head_dim=8, n_group=1, topk_group=1, first_k_dense_replace=1, head_dim=8)
-# Name -> transformers class and what its configuration changes. GPT2's weights are transposed;
-# peft itself would adapt the stacked experts, and refuse Mamba.
-FAMILIES = {
-    "Qwen3": ("Qwen3ForCausalLM", dict(num_key_value_heads=2, head_dim=32, intermediate_size=96)),
-    "GPT2": ("GPT2LMHeadModel", {}),
-    "Mixtral": ("MixtralForCausalLM", EXPERTS | dict(num_key_value_heads=2)),
-    "Qwen3-MoE": ("Qwen3MoeForCausalLM", EXPERTS | dict(num_key_value_heads=2, head_dim=32)),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", EXPERTS | LATENT),
-    "Mamba": ("MambaForCausalLM", {}),
-    "Falcon-H1": ("FalconH1ForCausalLM", dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64,
-                                              mamba_d_state=8, num_key_value_heads=2)),
-}
+# GPT2's weights are transposed; peft itself would adapt the stacked experts, and refuse Mamba.
+FAMILIES = ["qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "mamba", "falcon_h1"]
 
 
 def randomize(model):
@@ -53,21 +36,6 @@ def with_adapters(start):
     reference = lora.add_adapters(policy, cfg)
     randomize(policy)
     return policy, reference
-
-
-def make_model(family):
-    class_name, changes = FAMILIES[family]
-    model_class = getattr(transformers, class_name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model_class(model_class.config_class(**CONFIG | changes)).eval()
-
-
-@pytest.fixture(autouse=True)
-def plain_functions_before_and_after():
-    starter.MECHANICS.clear()
-    yield
-    starter.MECHANICS.clear()
 
 
 def rows_of(advantages=(1.0, -1.0, 0.5)):
@@ -90,7 +58,7 @@ def by_hand(forward):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_log_probs_and_gradients_are_those_of_pefts_own_forward_pass(family):
     start = make_model(family)
     policy, _ = with_adapters(start)
@@ -139,7 +107,7 @@ def test_merged_weights_are_the_policy_under_the_names_of_the_model(family):
 @pytest.mark.parametrize("path", ["plain", "fast"])
 def test_policy_without_its_adapters_is_the_reference(path, estimator):
     """Loss and gradients are those with a copy of the model before training."""
-    start = make_model("Qwen3").requires_grad_(False)
+    start = make_model("qwen3").requires_grad_(False)
     policy, without_adapters = with_adapters(start.requires_grad_())
     if path == "fast":
         starter.MECHANICS |= fast.mechanics_for(policy)
@@ -201,22 +169,9 @@ def test_options_that_save_memory_keep_the_curve(checkpoint, tmp_path, changes, 
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not starter.importlib.util.find_spec("vllm"), reason="vLLM is not installed")
-def test_vllm_samples_with_the_merged_adapters(checkpoint, tmp_path):
-    changes = LORA | dict(engine="vllm", epochs_per_rollout=2)
-    log = scalars(starter.main(**settings(checkpoint, tmp_path, **changes))["run_folder"])
-    assert max(log["train/sampler_logprob_diff"].values()) < 1e-3
-    assert log["train/kl_penalty"][4] > 0.01  # the policy that vLLM sampled from had moved
-
-
-def test_adapters_without_peft_or_support_get_one_sentence(checkpoint, tmp_path, monkeypatch):
+def test_adapters_without_peft_get_one_sentence(checkpoint, tmp_path, monkeypatch):
     find_spec = starter.importlib.util.find_spec
-    with monkeypatch.context() as patched:
-        patched.setattr(starter.importlib.util, "find_spec",
+    monkeypatch.setattr(starter.importlib.util, "find_spec",
                         lambda name: None if name == "peft" else find_spec(name))
-        with pytest.raises(InputError, match="^lora_rank = 4 .*peft.*not installed here; pip "):
-            starter.main(**settings(checkpoint, tmp_path, lora_rank=4))
-    monkeypatch.setattr(starter, "find_support", lambda: None)
-    with pytest.raises(InputError, match="lora_rank, .* need support/ beside this file"):
+    with pytest.raises(InputError, match="^lora_rank = 4 .*peft.*not installed here; pip "):
         starter.main(**settings(checkpoint, tmp_path, lora_rank=4))

@@ -17,11 +17,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-pytest.importorskip("support.ranks")
-
 import safetensors.torch
+import torch
 from conftest import save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
 from test_runs import Killed
