@@ -145,7 +145,7 @@ def test_file_of_another_form_is_named(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("source, remedy", [
     ("countdwon", "did you mean 'countdown'?"), ("trian.jsonl", "did you mean 'train.jsonl'?"),
-    ("data/train.jsonl", "use one of 'addition', "), ("y" * 300, "use one of 'addition', "),
+    ("data/train.jsonl", "use one of 'addition', "),
     (".", "use one of 'addition', 'countdown', 'countdown_small', 'train.jsonl'"),
 ])
 def test_name_of_no_task_and_no_file_gets_the_nearest(source, remedy, tmp_path, monkeypatch):
@@ -167,33 +167,28 @@ def test_file_alone_names_the_line_that_is_wrong(tmp_path):
 ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
 
 
-class Datasets:
-    """The library datasets, as far as it is called."""
-
-    def __init__(self, **splits):
-        self.splits = splits
-        self.asked = []
-
-    def load_dataset(self, *name):
-        self.asked.append(name)
-        return self.splits
+def put_datasets(monkeypatch, **splits):
+    """Stands for the library datasets, as far as it is called. Returns the calls."""
+    asked = []
+    library = SimpleNamespace(load_dataset=lambda *name: asked.append(name) or splits)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    return asked
 
 
 def test_dataset_gives_its_train_split_and_another_that_is_named(monkeypatch, capsys):
-    library = Datasets(train=ROWS[:30], test=ROWS[30:])
-    monkeypatch.setitem(sys.modules, "datasets", library)
+    asked = put_datasets(monkeypatch, train=ROWS[:30], test=ROWS[30:])
     monkeypatch.setitem(starter.MECHANICS, "read_problems", tasks.read_problems)
     cfg = SimpleNamespace(task="openai/gsm8k:main", eval_file="openai/gsm8k:main:test")
     train, held_out = starter.problems_of_files(cfg)
-    assert library.asked == [("openai/gsm8k", "main")] * 2 and len(train) == 30
+    assert asked == [("openai/gsm8k", "main")] * 2 and len(train) == 30
     assert [problem["answer"] for problem in train + held_out] == [str(i) for i in range(1, 41)]
     assert "for eval_file there are also ['openai/gsm8k:main:test']" in capsys.readouterr().out
     tasks.read_problems("a/b")
-    assert library.asked[-1] == ("a/b", None)
+    assert asked[-1] == ("a/b", None)
 
 
 def test_mistake_in_a_dataset_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", Datasets(train=ROWS, test=[{"text": "a"}]))
+    put_datasets(monkeypatch, train=ROWS, test=[{"text": "a"}])
     with pytest.raises(InputError, match=r"data set 'a/b' has no split 'tets'; use one of "
                                          r"\['a/b::train', 'a/b::test'\]"):
         tasks.read_problems("a/b::tets")

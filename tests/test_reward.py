@@ -43,14 +43,6 @@ def test_each_number_must_be_used_exactly_once():
         assert reward_of(text, COUNTDOWN) == reward, text
 
 
-# Arithmetic, most of it well-formed
-EXPRESSIONS = strategies.recursive(
-    strategies.sampled_from(["3", "5", "7", "0", "22", "00", "07", "9" * 9, "1" * 12]),
-    lambda inner: (strategies.builds("({})".format, inner) | strategies.builds("-{}".format, inner)
-                   | strategies.builds("{}{}{}".format, inner, strategies.sampled_from(
-                       [*"+-*/", " + ", " * ", "**", "//", " "]), inner)), max_leaves=30)
-
-
 # --------------------------------------------------------------------------------------------------
 # Other answers: numbers, words; and any text
 
