@@ -336,9 +336,16 @@ def logits_from(model, hidden):
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def without_adapters(ref_model):
-    """Returns the model whose layers the reference runs, and a context in which to run them."""
-    return getattr(ref_model, "base", (ref_model, contextlib.nullcontext))
+class Within:
+    """A reference that is the policy itself within a context, to be called like a model."""
+
+    def __init__(self, policy, context):
+        self.policy = policy
+        self.context = context  # a function of the policy
+
+    def __call__(self, **inputs):
+        with self.context(self.policy):
+            return self.policy(**inputs)
 
 
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
@@ -347,8 +354,10 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     labels = rows["labels"][mask]
     ref_hidden = None
     if ref_model is not None:
-        base, switched_off = without_adapters(ref_model)
-        with torch.no_grad(), switched_off():
+        is_policy = isinstance(ref_model, Within)
+        base = ref_model.policy if is_policy else ref_model
+        context = ref_model.context if is_policy else contextlib.nullcontext
+        with torch.no_grad(), context(base):
             ref_hidden = hidden_states(base, rows, bf16)
     hidden = hidden_states(model, rows, bf16)
 
@@ -412,26 +421,16 @@ def made_up_responses(prompts, max_new_tokens, vocabulary):
     return responses
 
 
-class Moved:
-    """A reference other than the policy, without a second model: its embeddings are halved. With
-    the policy as its own reference a wrong KL would be 0 as well."""
-
-    def __init__(self, policy):
-        self.base = policy, self.moved
-        self.policy = policy
-
-    @contextlib.contextmanager
-    def moved(self):
-        hook = self.policy.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output: output / 2)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def __call__(self, **inputs):
-        with self.moved():
-            return self.policy(**inputs)
+@contextlib.contextmanager
+def with_half_embeddings(policy):
+    """Makes the policy another model for a while. As its own reference it would have a KL of 0,
+    however wrong the KL is computed."""
+    hook = policy.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output / 2)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def outputs_of(functions, policy, responses, cfg, at_once):
@@ -440,12 +439,13 @@ def outputs_of(functions, policy, responses, cfg, at_once):
     after two prompts, by functions["decode"]. Where one is missing, so is what it computes."""
     outputs = {}
     if "token_statistics" in functions:
+        ref_model = Within(policy, with_half_embeddings)
         whole = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
         statistics = []
         for rows in torch.arange(len(responses)).split(at_once):
             batch = starter.take_rows(whole, rows)
             mask = batch["response_mask"]
-            x = functions["token_statistics"](policy, batch, cfg.temperature, False, Moved(policy))
+            x = functions["token_statistics"](policy, batch, cfg.temperature, False, ref_model)
             weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
             ((x.log_probs - 0.3 * x.exact_kl - 0.2 * x.forward_kl) * weights)[mask].sum().backward()
             statistics.append([values.detach()[mask] for values in x])

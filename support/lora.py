@@ -10,6 +10,7 @@ from collections import Counter
 import torch
 
 import starter
+from support.fast import Within
 
 
 def layers_to_adapt(policy):
@@ -52,30 +53,20 @@ def add_adapters(policy, cfg):
     if left_out:
         print(f"LoRA does not reach {', '.join(sorted(left_out))}: they stay as they are")
     starter.MECHANICS["weights_of"] = merged_weights
-    return WithoutAdapters(policy) if cfg.use_kl_penalty else None
+    return Within(policy, without_adapters) if cfg.use_kl_penalty else None
 
 
-class WithoutAdapters:
-    """The policy as it was before training, to be called like a model."""
-
-    def __init__(self, policy):
-        self.base = policy, self.switched_off  # for support/fast.py
-        self.policy = policy
-
-    @contextlib.contextmanager
-    def switched_off(self):
-        adapted = [module for module in self.policy.modules() if hasattr(module, "base_layer")]
-        for module in adapted:  # enable_adapters() would also change requires_grad, and FSDP
-            module._disable_adapters = True  # holds each parameter twice: whole and divided
-        try:
-            yield
-        finally:
-            for module in adapted:
-                module._disable_adapters = False
-
-    def __call__(self, **inputs):
-        with self.switched_off():
-            return self.policy(**inputs)
+@contextlib.contextmanager
+def without_adapters(policy):
+    """Makes the policy what it was before training, for a while."""
+    adapted = [module for module in policy.modules() if hasattr(module, "base_layer")]
+    for module in adapted:  # enable_adapters() would also change requires_grad, and FSDP
+        module._disable_adapters = True  # holds each parameter twice: whole and divided
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module._disable_adapters = False
 
 
 def merged_weights(policy):
