@@ -78,40 +78,6 @@ def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-class AnswersInOrder:
-    """An engine that notes its calls. Response j of a request ends in token j."""
-    def __init__(self):
-        self.calls = []
-
-    def reset_prefix_cache(self):
-        self.calls.append("reset")
-
-    def generate(self, prompts, params, use_tqdm):
-        self.calls.append(params)
-        return [SimpleNamespace(outputs=[
-            SimpleNamespace(token_ids=(5, j), finish_reason=("length", "stop")[j],
-                            logprobs=[{5: SimpleNamespace(logprob=-0.5)},
-                                      {j: SimpleNamespace(logprob=-1.0 - j)}])
-            for j in range(one.n)]) for one in params]
-
-
-def test_vllm_gets_a_seed_for_each_prompt_and_an_empty_prefix_cache(monkeypatch):
-    vllm = SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given))
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    llm = AnswersInOrder()
-    cfg = SimpleNamespace(max_new_tokens=9, stop_token_ids=(1, 3))
-    responses = starter.rollout_with_vllm(llm, [[7], [8, 9]], cfg, 40, 2, 0.7)
-    reset, params = llm.calls
-    assert reset == "reset"
-    assert [one.seed for one in params] == [40, 42]  # response j draws with seed + j
-    for one in params:
-        assert (one.n, one.temperature, one.max_tokens, one.logprobs) == (2, 0.7, 9, 0)
-        assert one.stop_token_ids == [1, 3] and one.ignore_eos
-    of_a_prompt = [([5, 0], [-0.5, -1.0], False), ([5, 1], [-0.5, -2.0], True)]
-    assert responses == [starter.Response(ids, *response)
-                         for ids in ([7], [8, 9]) for response in of_a_prompt]
-
-
 def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
     """vLLM on a CPU sets another number and replaces the function that sets it."""
     n_threads = torch.get_num_threads()
