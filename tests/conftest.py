@@ -1,5 +1,6 @@
 """Small checkpoints, tasks and settings that the tests share."""
 import os
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,8 +10,9 @@ import pytest
 import starter  # before torch, for which it sets variables
 
 import torch
-from lab.build_tiny import make_tokenizer
 from tensorboard.summary.writer import event_file_writer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 # TensorBoard reads the files of a run by name: the second, then a count that is not padded.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
@@ -23,6 +25,12 @@ def plain_functions_before_and_after():
     starter.MECHANICS.clear()
     yield
     starter.MECHANICS.clear()
+
+
+def make_tokenizer():
+    """Returns the built-in model's, for which each character, and each answer tag, is a token."""
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(REPOSITORY / "support" / "tiny")
 
 
 def save_checkpoint(folder, tie=True, family="Qwen3", **changes):
