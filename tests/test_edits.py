@@ -96,8 +96,6 @@ AFTER_SOFTMAX = "    greedy = temperature == 0"
 
 EDITS = dict(
     entropy_bonus=Edit({
-        "entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1).detach()":
-            "entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1)",
         "    loss = torch.where(mask, loss * rows[":
             "    loss = loss - STRENGTH * statistics.entropy\n"
             "    loss = torch.where(mask, loss * rows["},

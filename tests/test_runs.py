@@ -243,11 +243,11 @@ def test_settings_that_break_the_curve_are_refused_and_others_taken(checkpoint, 
     config = json.loads((folder / "settings.json").read_text())
     del config["importance_cap"]  # of an older version: main() has got a parameter since
     (folder / "settings.json").write_text(json.dumps(config | {"gone": 1}))  # and lost one
-    real = starter.accumulate_gradients
-    with mock.patch.object(starter, "accumulate_gradients", side_effect=real) as called:
+    real = starter.check_log_probs
+    with mock.patch.object(starter, "check_log_probs", side_effect=real) as called:
         run("support", **given | dict(resume=True, n_train_steps=3, save_every=1, eval_every=1,
                                       max_tokens_per_microbatch=100))
-    given_cfgs = [call.args[3] for call in called.call_args_list]
+    given_cfgs = [call.args[2] for call in called.call_args_list]
     assert [cfg.max_tokens_per_microbatch for cfg in given_cfgs] == [100, 100]
     assert steps_saved(tmp_path) == [2, 3]
     assert list(scalars(folder)["eval/solved"]) == [0, 1, 2, 3]
