@@ -1179,7 +1179,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 13. The numbers.
 
-LOGITS_AT_ONCE = 1 << 27  # float32 logits that a microbatch may hold, without support/
+LOGITS_AT_ONCE = 1 << 26  # float32 logits that a microbatch may hold, without support/
 
 # What main() takes where its own parameter is None. preset="auto" is "tiny" without a GPU,
 # "smollm2" without a GPU and without support/, "qwen3-1.7b" on a GPU or with a model_id of yours.

@@ -14,6 +14,7 @@ file.
 """
 import contextlib
 import ctypes
+import functools
 import inspect
 import math
 import random
@@ -23,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -348,6 +348,29 @@ class Within:
             return self.policy(**inputs)
 
 
+class Recomputed(torch.autograd.Function):
+    """function(hidden), of which nothing is kept: the backward pass computes it again. torch's own
+    checkpoint would keep what belongs to statistics that the loss does not use."""
+
+    @staticmethod
+    def forward(ctx, function, hidden, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(hidden, *parameters)
+        ctx.set_materialize_grads(False)
+        return tuple(function(hidden))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hidden, *parameters = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.function(hidden)
+        asked = [(output, gradient) for output, gradient in zip(outputs, gradients)
+                 if output.requires_grad and gradient is not None]
+        outputs, gradients = zip(*asked)
+        return None, *torch.autograd.grad(outputs, [hidden, *parameters], gradients)
+
+
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
     mask = rows["response_mask"]
@@ -370,18 +393,19 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
                     ref_logits = logits_from(base, ref_hidden)
         return tuple(starter.statistics_of_logits(logits, labels, temperature, ref_logits))
 
-    vocabulary = len(model.get_output_embeddings().weight)
+    head = model.get_output_embeddings()
+    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     kind = "cpu" if mask.device.type == "cpu" else "gpu"
-    chunk = max(1, LOGITS_AT_ONCE[kind] // vocabulary)
+    chunk = max(1, LOGITS_AT_ONCE[kind] // len(head.weight))
     chunks = []
     for start in range(0, max(1, len(labels)), chunk):
         some = slice(start, start + chunk)
         ref_some = None if ref_hidden is None else ref_hidden[some]
-        if len(labels) <= chunk:
-            chunks.append(of_chunk(hidden, labels, ref_hidden))
+        compute = functools.partial(of_chunk, labels=labels[some], ref_hidden=ref_some)
+        if len(labels) <= chunk or not torch.is_grad_enabled():
+            chunks.append(compute(hidden[some]))
         else:
-            chunks.append(recompute_in_backward(of_chunk, hidden[some], labels[some], ref_some,
-                                                use_reentrant=False))
+            chunks.append(Recomputed.apply(compute, hidden[some], *learning))
     zeros = torch.zeros(mask.shape, dtype=chunks[0][0].dtype, device=mask.device)
     return starter.TokenStatistics(*(zeros.masked_scatter(mask, torch.cat(values))
                                      for values in zip(*chunks)))
