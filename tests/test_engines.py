@@ -5,7 +5,6 @@ are in test_ranks.py, kills in lab/crash_test.py.
 """
 import gc
 import importlib.util
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -78,21 +77,6 @@ def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-def test_engine_that_starts_leaves_torchs_threads_alone(monkeypatch):
-    """vLLM on a CPU sets another number and replaces the function that sets it."""
-    n_threads = torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
-
-    def engine(*args, **settings):
-        torch.set_num_threads(n_threads + 1)
-        torch.set_num_threads = None
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
-    engines.init_vllm("model", 0, 64, 0.3, bf16=False)
-    assert torch.set_num_threads is set_num_threads
-    assert torch.get_num_threads() == n_threads
-
-
 def save_with_vision(folder):
     """Saves a Llama 4 that reads images, too. vLLM's class for it needs torchvision."""
     from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
@@ -124,7 +108,9 @@ def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path,
                   if "vision" not in family else save_with_vision(tmp_path / "model"))
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     engines.give_text_model(policy, tokenizer, checkpoint)
+    threads = torch.set_num_threads, torch.get_num_threads()  # vLLM changes both
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+    assert (torch.set_num_threads, torch.get_num_threads()) == threads
     if lora_rank:
         lora.add_adapters(policy, starter.cfg_with(lora_rank=lora_rank))
     # The last is longer than a block of vLLM's cache, which the first sync finds filled.

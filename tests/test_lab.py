@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import starter
 
-from lab import bench, race, real_model, rows, small_models, sweep, tables, verify_kl
+from lab import race, real_model, rows, small_models, sweep, tables, verify_kl
 
 
 @pytest.mark.parametrize("make_rows, settings", [
@@ -67,18 +67,6 @@ def test_tables_replace_what_stands_between_their_markers():
     assert made.startswith("a\n<!-- table: length -->\n| KL in |") and "earlier" not in made
     assert "\n<!-- end -->\nb\n<!-- table: gpus -->\n| GB for |" in made
     assert tables.with_tables(made) == made
-
-
-def test_sides_take_turns_and_warm_up():
-    order, seconds = [], {"ours": [9, 9, 1, 1], "trl": [9, 9, 3, 3]}
-
-    def side(name):
-        order.append(name)
-        return {"seconds": seconds[name], "gb": 1}
-
-    row = bench.in_turns({name: lambda name=name: side(name) for name in seconds}, 2)
-    assert order == ["ours", "trl", "trl", "ours"]
-    assert (row["ours_s"], row["trl_max_s"], row["ratio"]) == ("1.000", "3.000", "3.00")
 
 
 def points(*solved, seconds=10.0):
