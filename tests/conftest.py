@@ -81,9 +81,14 @@ def settings(checkpoint, out_dir, **changes):
                 out_dir=str(out_dir)) | changes
 
 
-def scalars(run_folder):
-    """Returns {tag: {step: value}} of a run's TensorBoard files."""
+def log_of(run_folder):
+    """Returns a run's TensorBoard files, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    log = EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
+
+
+def scalars(run_folder):
+    """Returns {tag: {step: value}} of a run."""
+    log = log_of(run_folder)
     return {tag: {event.step: event.value for event in log.Scalars(tag)}
             for tag in log.Tags()["scalars"]}

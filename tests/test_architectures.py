@@ -67,8 +67,7 @@ def test_family_is_right_with_support(name, tmp_path):
     assert_right(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@EACH_FAMILY
 def test_family_is_right_with_adapters(name, tmp_path, capsys):
     """The saved model, too, after its adapters have moved. Of the gradients tests/test_lora.py."""
     pytest.importorskip("peft")

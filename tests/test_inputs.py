@@ -86,12 +86,7 @@ for package, changes in (("vllm", dict(engine="vllm")), ("peft", dict(lora_rank=
         BAD.append((changes, f".* but {package} is not installed here; "))
 
 
-def names_of(rows):
-    return [", ".join(f"{name}={str(value)[:20]!a}" for name, value in changes.items())
-            for changes, _ in rows]
-
-
-@pytest.mark.parametrize("changes, message", BAD, ids=names_of(BAD))
+@pytest.mark.parametrize("changes, message", BAD)
 def test_bad_parameter_is_refused_in_one_sentence(changes, message):
     assert re.match(message, refusal(rules.check_settings, cfg_of(**changes)))
 

@@ -7,13 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import starter
 from support import report
 
-from conftest import scalars, settings
+from conftest import log_of, scalars, settings
 
 SKILL = '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n'
 
@@ -27,10 +26,6 @@ def finished(checkpoint, tmp_path_factory):
     given = settings(folder / "skilled", folder / "runs", eval_every=2)
     return starter.main(**given), starter.main(**given | dict(
         use_kl_penalty=True, seed=3, kl_adaptation_method="target_sound", kl_target=0.01))
-
-
-def log_of(result):
-    return EventAccumulator(str(result["run_folder"])).Reload()
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -93,7 +88,7 @@ def test_report_and_saved_model_have_what_a_reader_needs_next(finished):
 def test_hparams_have_the_same_columns_for_every_run(finished):
     columns = []
     for result in finished:
-        plugin = log_of(result).summary_metadata[
+        plugin = log_of(result["run_folder"]).summary_metadata[
             "_hparams_/session_start_info"].plugin_data.content
         columns.append(HParamsPluginData.FromString(plugin).session_start_info.hparams)
         logged = scalars(result["run_folder"])
@@ -110,7 +105,7 @@ def test_pictures_fit_into_tensorboards_grid_and_show_what_was_measured(finished
     free, penalised = (result["run_folder"] for result in finished)
     for name in ("curve", "kl"):
         assert (free / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        [image] = log_of(finished[0]).Images(f"pictures/{name}")
+        [image] = log_of(free).Images(f"pictures/{name}")
         assert 300 < image.width < 500 and image.height > 200
     logged = scalars(penalised)
     curve = report.draw_curve(penalised)
