@@ -8,6 +8,7 @@ import pytest
 import starter  # before torch, for which it sets variables
 
 import torch
+from conftest import save_checkpoint
 from lab import architectures as A
 from support import lora, memory
 
@@ -121,6 +122,42 @@ def test_type_without_a_model_of_text_alone_is_refused_before_it_is_loaded(tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
     with pytest.raises(starter.InputError, match="of the type 'mistral3', for which transformers"):
         memory.check_fits(starter.cfg_with(model_id=str(tmp_path)))
+
+
+# --------------------------------------------------------------------------------------------------
+# What init_policy makes of a checkpoint
+
+def test_policy_is_float32_whatever_the_checkpoint_holds(checkpoint, tmp_path):
+    model, tokenizer = starter.init_policy(checkpoint, "cpu")
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy, _ = starter.init_policy(tmp_path, "cpu")
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family, changes", [
+    ("Qwen3", dict(attention_dropout=0.5)), ("GPT2", dict(resid_pdrop=0.5, embd_pdrop=0.5))])
+def test_dropout_of_a_checkpoint_is_off_in_train_mode(tmp_path, family, changes):
+    """In Qwen3 it is a number, in GPT2 a module."""
+    folder = save_checkpoint(tmp_path / "model", family=family, **changes)
+    policy, _ = starter.init_policy(folder, "cpu")
+    ids = torch.arange(5)[None]
+    assert torch.equal(policy.train()(ids).logits, policy.eval()(ids).logits)
+
+
+def test_head_multiplies_in_float32_under_autocast(checkpoint):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = policy.lm_head(hidden)
+    assert torch.equal(logits, hidden @ policy.lm_head.weight.T)
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(checkpoint):
+    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
+    for listed, expected in ((None, (1,)), (3, (1, 3)), ([9, 1, 3], (1, 3, 9))):
+        policy.generation_config.eos_token_id = listed
+        assert starter.find_stop_tokens(policy, tokenizer) == expected
 
 
 # --------------------------------------------------------------------------------------------------
