@@ -19,12 +19,12 @@ FAMILIES = {
     "gpt2 (dropout)": True, "opt (other width of embedding)": True, "llama (rope yarn)": True,
     "mistral": False, "gemma2": False, "gemma2 (caps, no window)": False, "gemma3_text": False,
     "gemma4_text": False, "gpt_oss": False, "gpt_oss (sinks, no window)": False,
-    "deepseek_v3": False, "qwen3_5_text": False, "mamba2": False, "lfm2": False,
+    "deepseek_v3": False, "qwen3_5_text": False, "mamba": False, "mamba2": False, "lfm2": False,
     "falcon_h1": False, "bloom": False,
 }
 
 # While editing, a few are enough.
-QUICK = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "mamba2", "granite", "deepseek_v3"]
+QUICK = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "mamba", "mamba2", "granite", "deepseek_v3"]
 EACH_FAMILY = pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES])
 

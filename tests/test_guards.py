@@ -263,7 +263,7 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 def test_responses_of_skipped_steps_are_kept_and_several_in_a_row_stop_the_run(tmp_path, capsys):
     run = Log(tmp_path)
     watch = guards.Guards(run)
-    metrics, samples = step_of([0.0, 1.0], loss=math.nan)
+    metrics, samples = step_of([0.0, 1.0, 2.0, 3.0], loss=math.nan)
     watch(0, metrics, samples)
     for step in (1, 2, 3, 4, 6, 7, 8, 9):  # step 5 was fine
         run.state["skipped"] = [*run.state["skipped"], step]
@@ -273,8 +273,8 @@ def test_responses_of_skipped_steps_are_kept_and_several_in_a_row_stop_the_run(t
     path = tmp_path / "skipped_step_9.json"
     assert f"The responses of step 9 are kept in {path}\n" in capsys.readouterr().out
     assert json.loads(path.read_text()) == {"step": 9, "responses": [
-        {"prompt": "p0", "text": f"t{i}", "reward": i, "ids": [2, 3], "log_probs": [-1.0, -3.0]}
-        for i in range(2)]}
+        {"prompt": f"p{i // 2}", "text": f"t{i}", "reward": i, "ids": [2, 3],
+         "log_probs": [-1.0, -3.0]} for i in range(4)]}
     run.state["skipped"] = [*run.state["skipped"], 10]
     with pytest.raises(RunStopped, match="5 steps in a row had a loss or gradient that is not"):
         watch(10, metrics, samples)

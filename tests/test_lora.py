@@ -77,6 +77,27 @@ def test_log_probs_and_gradients_are_those_of_pefts_own_forward_pass(family):
         policy.zero_grad()
 
 
+def test_merged_weights_are_float32_under_the_names_of_the_model():
+    """Also where frozen layers are stored in bf16."""
+    start = make_model("gpt2")
+    policy, _ = with_adapters(start)
+    for name, parameter in policy.named_parameters():
+        if ".base_layer." in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    merged = dict(starter.weights_of(policy))
+    assert merged.keys() == start.state_dict().keys()
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+
+
+def test_weight_that_two_layers_share_gets_no_adapter():
+    """As in Zamba: it could not be saved with two."""
+    model = make_model("qwen3")
+    first, second = (layer.mlp.down_proj for layer in model.model.layers)
+    second.weight = first.weight
+    names = lora.layers_to_adapt(model)
+    assert len(names) == 2 * 6 and not any("down_proj" in name for name in names)
+
+
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 @pytest.mark.parametrize("path", ["plain", "fast"])
 def test_policy_without_its_adapters_is_the_reference(path, estimator):
