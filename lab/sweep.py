@@ -70,7 +70,7 @@ TWICE = dict(epochs_per_rollout=2)
 # Some compare with starter.py at two epochs; some change nothing that this model learns.
 RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
            *(dict(recipe=path.stem) for path in sorted((REPOSITORY / "recipes").glob("*.patch"))
-             if path.stem not in ("wandb", "moving_reference", "length_reward", "multi_turn"))]
+             if path.stem not in ("moving_reference", "length_reward", "multi_turn"))]
 
 # What another machine would see: threads, and the instructions of older processors.
 MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)

@@ -293,15 +293,6 @@ def mistake_table():
     return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
 
 
-def value_table():
-    lines = []
-    for row in sorted(read_csv("kl_values"), key=lambda row: row["value"]):
-        bias = float(row["bias"])
-        lines.append([row["value"], row["drift"], f"{bias:+.1e}" if abs(bias) > 1e-12 else "0",
-                      f"{float(row['rms error']):.3f}"])
-    return table(["value", "drift", "bias, nats", "rms error of one token, nats"], lines)
-
-
 def variance_table():
     lines = []
     for (name,), rows in grouped(read_csv("kl_variance"), "gradient").items():
@@ -404,8 +395,7 @@ TABLES = {
     "estimators": estimator_table, "methods": method_table,
     "recipes": recipe_table, "smollm2": smollm2_table,
     "smollm2_explosion": smollm2_explosion_table,
-    "gradients": gradient_table, "mistakes": mistake_table, "values": value_table,
-    "variance": variance_table,
+    "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
     "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
