@@ -149,9 +149,8 @@ EDITS = dict(
         1, 2, with_importance_weights, dict(max_sampler_diff=None)),
     reward_on_token_counts=Edit({
         "def reward_fn(response_text, problem)": "def reward_fn(response_text, problem, response)",
-        "    for key, scorer in SCORERS.items():":
-            "    return STRENGTH * len(response.response_ids)\n"
-            "    for key, scorer in SCORERS.items():"},
+        "    scorer = [scorer for": "    return STRENGTH * len(response.response_ids)\n"
+                                "    scorer = [scorer for"},
         0.0, 1.0, policy_loss, dict(reward="the file's own")),
 )
 
@@ -364,5 +363,5 @@ def test_edited_mechanics_run_in_the_place_of_those_of_support(checkpoint, tmp_p
     edited = in_new_process("test_edits", "run_with_all_mechanics_edited", tmp_path, REPOSITORY,
                             str(checkpoint), str(tmp_path))
     assert edited == ["accumulate_gradients", "cut_microbatches", "decode", "draw_from",
-                      "log_train", "read_problems", "rollout_with_transformers",
+                      "have_slope", "log_train", "read_problems", "rollout_with_transformers",
                       "rows_to_decode", "score", "token_statistics", "weights_of"]
