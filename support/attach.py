@@ -40,10 +40,10 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         fast.attach(policy, ref_model, problems, cfg)  # compares in float32
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
+    if cfg.engine == "vllm":  # before the processes divide the policy, which renames its class
+        engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
-    if cfg.engine == "vllm":
-        engines.give_text_model(policy, tokenizer, cfg.model_id)
     return ref_model
 
 
