@@ -89,7 +89,7 @@ def divide(policy, ref_model, cfg):
         "rollout_with_transformers": rollout_with_transformers, "score": score,
         "rollout_with_vllm": rollout_with_vllm, "log_train": log_train,
         "cut_microbatches": cut_microbatches, "accumulate_gradients": accumulate_gradients,
-        "have_slope": have_slope,
+        "have_slope": lambda slopes: True,  # FSDP2 divides the weights again in each backward pass
         "weights_of": lambda policy: whole(weights_of(policy), policy)}
     print(f"{WORLD} processes divide the weights and the work; each runs the model's own forward "
           "pass, not support/fast.py")
@@ -165,14 +165,6 @@ def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl
     parts = gather([starter.accumulate_gradients.__wrapped__(
         policy, microbatches, n_tokens, cfg, ref_model, kl_coef)])
     return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-def have_slope(slopes):
-    """All processes go back through the model, or none does."""
-    found = starter.have_slope.__wrapped__(slopes)
-    found = torch.tensor(float(found), device=slopes[0][0].device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item() > 0
 
 
 def log_train(run, step, metrics):
