@@ -812,7 +812,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exa
         "kl_per_token": shown["k3"] if exact_kl is None else exact_kl,
         **{f"kl_{name}": shown[name] for name in ESTIMATORS},
         "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": has_ratio & (ratio > kl.ratio_cap) | (d.abs() > kl.log_ratio_cap),
+        "kl_capped_frac": (has_ratio & (ratio > kl.ratio_cap)) | (d.abs() > kl.log_ratio_cap),
     }
 
 
@@ -865,9 +865,9 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     rows["old_log_probs"], those of the policy that sampled (ratio = 1); later epochs keep them.
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
-    of_model = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # The loss is computed from copies: its slopes at them say whether there is anything to learn.
-    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in of_model))
+    graph = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    # The loss, and terms of yours, use copies: where it has no slope at them nothing is learnt.
+    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in graph))
     log_probs = statistics.log_probs
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
@@ -888,7 +888,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
                                   ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, of_sampler)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
-    slopes = [(x, leaf.grad) for x, leaf in zip(of_model, statistics) if leaf.grad is not None]
+    slopes = [(x, leaf.grad) for x, leaf in zip(graph, statistics) if leaf.grad is not None]
     if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
         torch.autograd.backward(*zip(*slopes))
     if ref_model is not None:
@@ -1119,6 +1119,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             counted = counted & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](counted.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
+        # Rows without an advantage come apart: without a KL term they cost no backward pass.
         advantage = (batch["advantages"] * batch["response_mask"]).any(dim=1)
         microbatches = [rows for part in (advantage, ~advantage) if part.any()
                         for rows in cut_microbatches(take_rows(batch, part),
@@ -1229,18 +1230,16 @@ def choose(cfg):
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     cfg.kl = kl_settings(cfg)
     has_data = callable(cfg.task) or Path(str(cfg.task)).is_file()
-    for wrong, sentence in (
-        (cfg.loss_average not in AVERAGES,
-         f"loss_average = {cfg.loss_average!r}: {nearest(cfg.loss_average, AVERAGES)}"),
-        (cfg.rollout_batch_size % cfg.group_size, "rollout_batch_size = "
-         f"{cfg.rollout_batch_size} is not a multiple of group_size = {cfg.group_size}; use one"),
-        (not has_support and not has_data,
-         f"task = {cfg.task!r} is no JSONL file; give one, or put support/ beside starter.py"),
-        (not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"),
-         "lora_rank, frozen_in_bf16 and the built-in model need support/ beside starter.py"),
-    ):
-        if wrong:
-            raise InputError(sentence)
+    if cfg.loss_average not in AVERAGES:
+        raise InputError(f"loss_average = {cfg.loss_average!r} is not known; "
+                         f"{nearest(cfg.loss_average, AVERAGES)}")
+    if cfg.rollout_batch_size % cfg.group_size:
+        raise InputError(f"rollout_batch_size = {cfg.rollout_batch_size} is not a multiple of "
+                         f"group_size = {cfg.group_size}; use one")
+    if not has_support and not has_data:
+        raise InputError(f"task = {cfg.task!r} is no JSONL file; give one, or add support/")
+    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
+        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items()),
@@ -1443,9 +1442,10 @@ def test_kl_gradient_matches_enumeration():
     assert as_written.abs().max() < 1e-12  # differentiating k1 itself penalises nothing
 
 
-def test_advantages_compare_a_response_with_its_group():
-    rewards = torch.tensor([1.0, 0.1, 0.1, 0.1])  # two groups of two
-    advantages, _ = compute_group_normalized_advantages(rewards, 2, 1e-6, True)
+def test_reward_and_advantages_of_two_groups():
+    rewards = [reward_fn(f"<answer>{text}</answer>", {"answer": "1"}) for text in (1, 2, "", "")]
+    assert rewards == [1.0, 0.1, 0.0, 0.0]
+    advantages, _ = compute_group_normalized_advantages(torch.tensor(rewards), 2, 1e-6, True)
     assert advantages[0] > 0 > advantages[1] and not advantages[2:].any()
 
 

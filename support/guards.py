@@ -77,6 +77,7 @@ class Guards:
         else:
             self.log_step(step, metrics, samples)
             first = state.setdefault("first", dict(metrics))
+            first["frac_zero_std"] = min(first["frac_zero_std"], metrics["frac_zero_std"])
             signs = step_signs(metrics, first, samples, step, cfg)
         warned = state.setdefault("warned", [])
         for sign, text in signs.items():

@@ -81,12 +81,12 @@ def test_file_alone_refuses_in_one_sentence_what_needs_support(alone):
     done = run(alone, "starter.py")
     assert done.returncode == 1
     assert done.stderr == ("starter.py stopped: task = 'addition' is no JSONL file; give one, or "
-                           "put support/ beside starter.py\n")
+                           "add support/\n")
     assert "=== Running Quick Tests ===" in done.stdout and "no longer holds" not in done.stdout
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
     for changes, message in (
             (dict(lora_rank=8), "lora_rank, frozen_in_bf16 and the built-in model need support/"),
-            (dict(loss_average="drgrpo"), "loss_average = 'drgrpo': did you mean 'dr_grpo'"),
+            (dict(loss_average="drgrpo"), "loss_average = 'drgrpo' is not known; did you mean"),
             (dict(rollout_batch_size=4), "rollout_batch_size = 4 is not a multiple of .* = 8")):
         with mock.patch.object(starter, "find_support", lambda: None):
             with pytest.raises(starter.InputError, match=message):
