@@ -469,36 +469,39 @@ def test_masked_mean_ignores_masked_entries():
 
 def test_metadata_of_the_loss_are_means_over_response_tokens():
     """A ratio counts as clipped only on the side where the clip cuts the gradient."""
-    ratios = [[0.5, 0.9, 1.5, 1.4, 9.9], [1.5, 0.5, 1.1, 0.5, 9.9]]
+    ratios = [[0.5, 0.9, 1.5, 1.4, 9.9], [1.5, 0.5, 1.1, 0.5, 9.9], [0.5, 1.5, 1.0, 1.0, 9.9]]
     policy = torch.tensor(ratios).log()
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]])
-    old = torch.zeros(2, 5)
-    advantages = torch.tensor([[1.0], [-1.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]] * 3)
+    old = torch.zeros(3, 5)
+    advantages = torch.tensor([[0.5], [-0.5], [0.0]])
 
     def metadata_of(kl=KLSettings(), exact_kl=None):
         return starter.compute_loss(advantages, policy, old, (0.2, 0.45), 0.5 * policy, 0.1, mask,
                                     kl, exact_kl)[1]
 
     found = metadata_of()
-    assert [found[f"clip_frac{side}"] for side in ("_low", "_high", "")] == [2 / 8, 1 / 8, 3 / 8]
-    assert found["ratio_mean"] == pytest.approx(7.9 / 8)
+    for side, n_clipped in (("_low", 2), ("_high", 1), ("", 3)):
+        assert found[f"clip_frac{side}"] == pytest.approx(n_clipped / 12)
+    assert found["ratio_mean"] == pytest.approx(11.9 / 12)
     of_tokens = [ratio for row in ratios for ratio in row[:4]]
     for estimator in ("k1", "k2", "k3"):
-        mean = sum(x * kl_by_hand(estimator, 0.5 * math.log(x)) for x in of_tokens) / 8
+        mean = sum(x * kl_by_hand(estimator, 0.5 * math.log(x)) for x in of_tokens) / 12
         assert found[f"kl_{estimator}"] == pytest.approx(mean, rel=1e-5)
     assert found["kl_penalty_mean"] == found["kl_k3"] == found["kl_per_token"]
-    exact_kl = torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99]])
-    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 3 / 8),
-                       (KLSettings("k1", placement="loss_to_go", ratio_cap=1.2), 3 / 8),
+    exact_kl = torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99], [3, 4, 5, 6, 99]])
+    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 4 / 12),
+                       (KLSettings("k1", placement="loss_to_go", ratio_cap=1.2), 4 / 12),
                        (KLSettings("k1", gradient="as_written", ratio_cap=1.2), 0),
                        (KLSettings("k1", placement="reward", ratio_cap=1.2), 0),
-                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 3 / 8),
+                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 4 / 12),
                        (KLSettings("exact", ratio_cap=1.2), 0),
-                       (KLSettings("exact", placement="loss_to_go", ratio_cap=1.2), 3 / 8)):
+                       (KLSettings("exact", placement="loss_to_go", ratio_cap=1.2), 4 / 12)):
         found = metadata_of(kl, exact_kl)
         assert found["kl_capped_frac"] == pytest.approx(capped)
         assert found["kl_per_token"] == 4.5
         assert found["kl_penalty_mean"] == (4.5 if kl.estimator == "exact" else found["kl_k1"])
+        if kl.adaptation == "none":
+            assert found["adaptive_kl/adapted_kl"] == pytest.approx(found["kl_penalty_mean"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -612,6 +615,9 @@ def test_kl_estimators_match_hand_computed_values():
     for estimator, values in by_hand.items():
         ours = starter.compute_kl_divergence(policy_log_probs, ref_log_probs, estimator)
         torch.testing.assert_close(ours, torch.tensor([values]))
+    ours = starter.compute_kl_divergence(policy_log_probs.bfloat16(), ref_log_probs.bfloat16())
+    assert ours.dtype == torch.float32  # of the estimator k1, since none is given
+    torch.testing.assert_close(ours, torch.tensor([by_hand["k1"]]), rtol=0, atol=0.01)
     d = torch.linspace(-1e-3, 1e-3, 2001)
     assert (starter.compute_kl_divergence(d, torch.zeros(()), "k3") >= 0).all()
 
@@ -676,8 +682,10 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
                  Response([5], [0], [-3.0], True),
                  Response([9, 1], [1], [-2.0], True),
                  Response([9, 1], [], [], False)]
-    batch = starter.make_batch(responses, torch.tensor([1.0, 2.0, 3.0, 4.0]), "cpu")
-    assert batch["advantages"].tolist() == [[1], [2], [3], [4]]
+    of_rows = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for advantages in (of_rows, of_rows[:, None]):
+        batch = starter.make_batch(responses, advantages, "cpu")
+        assert batch["advantages"].tolist() == [[1], [2], [3], [4]]
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [5, 0, 0, 0], [9, 1, 0, 0], [9, 0, 0, 0]]
     assert batch["labels"].tolist() == [[6, 7, 8, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert batch["response_mask"].int().tolist() == [
@@ -685,9 +693,13 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
     assert batch["rollout_log_probs"].tolist() == [
         [0, 0, -0.5, -0.25], [-3, 0, 0, 0], [0, -2, 0, 0], [0, 0, 0, 0]]
     of_tokens = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0], [5.0, 6.0, 9.0], [7.0, 8.0, 9.0]])
-    batch = starter.make_batch(responses, of_tokens, "cpu")
-    assert torch.where(batch["response_mask"], batch["advantages"], 0.0).tolist() == [
-        [0, 0, 1, 2], [3, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0]]
+    for width in (3, 2):
+        batch = starter.make_batch(responses, of_tokens[:, :width], "cpu")
+        assert torch.where(batch["response_mask"], batch["advantages"], 0.0).tolist() == [
+            [0, 0, 1, 2], [3, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0]]
+    for advantages in (of_rows, of_tokens):  # on a device that is not the CPU
+        batch = starter.make_batch(responses, advantages, "meta")
+        assert all(tensor.is_meta for tensor in batch.values())
 
 
 def test_averages_match_hand_computed_values():
@@ -731,9 +743,14 @@ def test_log_probs_are_of_all_labels_without_a_mask_and_0_with_an_empty_one(poli
     """Several processes fill up with microbatches of an empty mask."""
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     inputs, labels = ids[:, :-1], ids[:, 1:]
-    own = policy(inputs).logits.log_softmax(dim=2).gather(2, labels[:, :, None])[:, :, 0]
-    ours = starter.get_response_log_probs(path(policy), inputs, labels)
-    torch.testing.assert_close(ours, own, rtol=0, atol=1e-5)
+    path(policy)
+    for temperature in (0.7, 1.0):
+        own = (policy(inputs).logits / temperature).log_softmax(dim=2)
+        own = own.gather(2, labels[:, :, None])[:, :, 0]
+        ours = starter.get_response_log_probs(policy, inputs, labels, temperature=temperature)
+        torch.testing.assert_close(ours, own, rtol=0, atol=1e-5)
+    rounded = starter.get_response_log_probs(policy, inputs, labels, bf16=True)
+    assert 1e-4 < (rounded - own).abs().max() < 0.1
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     ours = starter.get_response_log_probs(policy, inputs, labels, nothing)
     assert torch.equal(ours, torch.zeros(2, 3))
@@ -746,7 +763,7 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(path):
     responses = make_responses((1, 12, 5, 3, 7, 2))
     batch = starter.make_batch(responses, torch.zeros(6), "cpu")
     mask = batch["response_mask"]
-    ours = starter.token_statistics(path(policy, ref_model), batch, 0.8, False, ref_model)
+    ours = starter.token_statistics(path(policy, ref_model), batch, 0.8, ref_model=ref_model)
     assert all((values[~mask] == 0).all() for values in ours)
     ours = starter.TokenStatistics(*(values[mask] for values in ours))
 
@@ -888,6 +905,9 @@ def test_gradient_and_logged_means_do_not_depend_on_the_cut(path, loss_average):
         for (means, gradient), (whole_means, whole_gradient) in zip(cut, whole):
             assert means == pytest.approx(whole_means, rel=1e-4, abs=1e-5)
             torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-5)
+    policy, ref_model = make_models()
+    starter.grpo_microbatch_step(path(policy, ref_model), dict(batch), cfg, ref_model, 0.1)
+    torch.testing.assert_close(gradient_of(policy), whole[0][1], rtol=0, atol=1e-5)
     assert n_whole == 1 and max(n_cut) == 8 and len(n_cut) == 3
     assert whole[0][0]["ratio_mean"] == pytest.approx(1) and whole[1][0]["clip_frac"] > 0
 
@@ -935,6 +955,21 @@ def test_gradient_in_bf16_is_off_by_its_rounding_only(policy, path):
     errors = {name: ((gradients[name] - gradients["exact"]).norm() / norm).item()
               for name in ("float32", "bf16")}
     assert errors["float32"] < 1e-5 and 1e-4 < errors["bf16"] < 0.05, errors
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact_forward"])
+def test_logged_entropy_and_kls_are_those_of_the_whole_softmax(estimator):
+    policy, ref_model = make_models()
+    responses = make_responses((1, 12, 5))
+    cfg = cfg_with(kl_estimator=estimator)
+    _, metadata = starter.grpo_microbatch_step(policy, make_step(responses), cfg, ref_model, 0.1)
+    log_p, log_q = (torch.cat([whole_log_softmax(model, response) for response in responses])
+                    for model in (policy, ref_model))
+    for name, terms in (("entropy", -log_p.exp() * log_p),
+                        ("kl_per_token", log_p.exp() * (log_p - log_q)),
+                        ("kl_forward", log_q.exp() * (log_q - log_p))):
+        by_hand = terms.sum(dim=1).mean().item()
+        assert metadata[name].item() == pytest.approx(by_hand, rel=1e-4)
 
 
 @pytest.mark.parametrize("kl", [{}, dict(kl_estimator="exact", kl_in="loss_to_go"),

@@ -90,6 +90,13 @@ def test_printed_term_rules_penalise_what_readme_kl_says():
     assert slope("length_normalized_sound", 1, 8) == slope("length_normalized_sound", 1, 32)
 
 
+@pytest.mark.parametrize("both", ["target+sigmoid", "sigmoid+target"])
+def test_rule_of_each_kind_acts_as_if_it_were_alone(both):
+    assert slope(both, 0.2) == slope("sigmoid", 0.2)
+    kls, rewards = [0.16, 0.05], [0.0, 0.0]
+    assert betas(controller(both), kls, rewards) == betas(controller("target"), kls, rewards)
+
+
 def test_printed_coefficient_rules_fall_where_the_sound_ones_hold():
     """The median of 20 seeds, 100 steps: rewards below the threshold on average, with noise. And
     400 steps in which nothing drifts yet."""
@@ -120,6 +127,13 @@ def test_kl_settings_hold_every_parameter_of_main():
         dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77,
         max_new_tokens=9).kl
     assert kl == KLSettings("k1", "as_written", "reward", "target", 3.0, 0.5, 0.8, 0.7, 0.01, 77, 9)
+
+
+def test_clip_threshold_is_larger_where_only_the_gradient_is_clipped():
+    for rule, nats in (("none", 1.0), ("clip", 1.0), ("clip_sound", 5.0),
+                       ("target+clip_sound", 5.0)):
+        cfg = starter.cfg_with(task=small_sums, kl_adaptation_method=rule)
+        assert cfg.kl.clip_threshold == nats
 
 
 @pytest.mark.parametrize("changes, message", [

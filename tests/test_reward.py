@@ -1,4 +1,5 @@
 """The reward: right answers solve, wrong ones do not, and no text does any harm."""
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -112,7 +113,8 @@ def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
 
 def test_tags_must_be_there_and_the_last_ones_count():
     for text, reward in (("<answer>1</answer><answer>a b</answer> c", 1.0), ("a b", 0.0),
-                         ("<answer>a b", 0.0), ("</answer><answer>a b", 0.0),
+                         ("<answer>a b", 0.0), ("a b</answer>", 0.0),
+                         ("</answer><answer>a b", 0.0),
                          ("<answer> \n</answer>", 0.0), ("<answer>a b</answer" + ">" * 2, 1.0)):
         assert starter.reward_fn(text, TEXT) == reward, text
     answer = "<answer>a b</answer>"  # only the end of a long text is read
@@ -157,10 +159,11 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
     texts, rewards, solved, means = score(written, problems, reward)
     assert texts == [*"xyzuv", "<answer>w</answer>"]  # without special tokens, with answer tags
     assert rewards.tolist() == solved.tolist() == [1, 1, 1, 0, 1, 0] and means == {}
-    _, rewards, solved_again, means = score(written, problems, [(reward, 0.5), (length, -2.0)])
+    _, rewards, solved_again, means = score(  # a partial function has no name
+        written, problems, [(reward, 0.5), (functools.partial(length), -2.0)])
     assert rewards.tolist() == [-1.5, -1.5, -1.5, -2, -1.5, -10]
     assert solved_again.equal(solved)  # the first reward alone says what is solved
-    assert means == pytest.approx({"reward/reward": 4 / 6, "reward/length": 10 / 6})
+    assert means == pytest.approx({"reward/reward": 4 / 6, "reward/unnamed": 10 / 6})
 
 
 @pytest.mark.parametrize("reward", [lambda text, problem: 1 / 0, lambda text, problem: "a",
