@@ -34,17 +34,10 @@ from support import edits
 # --------------------------------------------------------------------------------------------------
 # 1. The prompts of a batch, each once
 
-
-class Split(NamedTuple):
-    """The rows of a batch as prompts and what follows them. A prompt's last token is the first
-    that follows, since its output is the first that is scored."""
-    prompts: torch.Tensor  # (B, L) all but the last token, padded on the right with -1
-    input_ids: torch.Tensor  # (B, T) the rest, padded on the right with 0
-    scored: torch.Tensor  # (B, T) True where rows["response_mask"] is
-
-
 def split_rows(rows):
-    """rows: (B, W) input_ids, response_mask -> Split."""
+    """rows: (B, W) input_ids, response_mask -> (B, L) prompts, padded on the right with -1; (B, T)
+    what follows them, padded on the right with 0; (B, T) True where the mask is. A prompt's last
+    token is the first that follows, since its output is the first that is scored."""
     mask = rows["response_mask"]
     ids = rows["input_ids"]
     columns = torch.arange(mask.shape[1], device=mask.device)
@@ -57,7 +50,7 @@ def split_rows(rows):
     before = columns[:int(first.max())]
     prompts = torch.where(before < first, ids[:, :len(before)], -1)
     input_ids = torch.where(inside, ids.gather(1, places), 0)
-    return Split(prompts, input_ids, mask.gather(1, places) & inside)
+    return prompts, input_ids, mask.gather(1, places) & inside
 
 
 def hidden_after_prompts(model, prompts, input_ids):
@@ -87,13 +80,12 @@ def hidden_states(model, rows, bf16=False):
         if model.config._attn_implementation != "starter":
             out = model.base_model(input_ids=rows["input_ids"], use_cache=False)
             return out.last_hidden_state[mask]
-        split = split_rows(rows)
-        if split.prompts.shape[1]:
-            hidden = hidden_after_prompts(model, split.prompts, split.input_ids)
+        prompts, input_ids, scored = split_rows(rows)
+        if prompts.shape[1]:
+            hidden = hidden_after_prompts(model, prompts, input_ids)
         else:
-            out = model.base_model(input_ids=split.input_ids, use_cache=False)
-            hidden = out.last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, split.scored.flatten().nonzero()[:, 0])
+            hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0])
 
 
 # --------------------------------------------------------------------------------------------------

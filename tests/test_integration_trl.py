@@ -105,6 +105,8 @@ def test_options_have_the_defaults_of_starter():
     (dict(kl_target=0.0, kl_adaptation_method="target"), "kl_target = 0.0"),
     (dict(kl_target=0.2), "kl_target = 0.2 changes nothing"),
     (dict(kl_estimator="k1", kl_in="reward", top_entropy_quantile=0.5), "'loss_to_go'"),
+    (dict(kl_estimator="k1", kl_in="reward", importance_sampling_level="sequence"),
+     "'loss_to_go'"),
     (dict(kl_adaptation_method="clip", use_liger_kernel=True,
           liger_kernel_config={"fused_linear_cross_entropy": True}), "liger"),
     (dict(kl_gradient="as_written"), "use_bias_correction_kl = False"),
