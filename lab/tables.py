@@ -406,7 +406,7 @@ TABLES = {
         "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
-CONSOLES = {"off": [], "on": ["--use_kl_penalty"]}
+CONSOLES = {"off": []}  # by name: arguments of starter.py
 
 
 def console(name):
