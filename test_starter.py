@@ -697,9 +697,6 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
         batch = starter.make_batch(responses, of_tokens[:, :width], "cpu")
         assert torch.where(batch["response_mask"], batch["advantages"], 0.0).tolist() == [
             [0, 0, 1, 2], [3, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0]]
-    for advantages in (of_rows, of_tokens):  # on a device that is not the CPU
-        batch = starter.make_batch(responses, advantages, "meta")
-        assert all(tensor.is_meta for tensor in batch.values())
 
 
 def test_averages_match_hand_computed_values():
@@ -905,7 +902,7 @@ def test_gradient_and_logged_means_do_not_depend_on_the_cut(path, loss_average):
         for (means, gradient), (whole_means, whole_gradient) in zip(cut, whole):
             assert means == pytest.approx(whole_means, rel=1e-4, abs=1e-5)
             torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-5)
-    policy, ref_model = make_models()
+    policy, ref_model = make_models()  # the sum has the KL term as well
     starter.grpo_microbatch_step(path(policy, ref_model), dict(batch), cfg, ref_model, 0.1)
     torch.testing.assert_close(gradient_of(policy), whole[0][1], rtol=0, atol=1e-5)
     assert n_whole == 1 and max(n_cut) == 8 and len(n_cut) == 3
