@@ -25,9 +25,9 @@ Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 import os
 
 for variable, setting in (  # read by libraries while they are imported; one from outside wins
-        ("GOMP_SPINCOUNT", "2000"), ("TOKENIZERS_PARALLELISM", "false"),
-        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TRANSFORMERS_VERBOSITY", "error"),
-        ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("TRANSFORMERS_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        ("GOMP_SPINCOUNT", "2000"), ("THP_MEM_ALLOC_ENABLE", "1"), ("VLLM_LOGGING_LEVEL", "ERROR"),
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")):  # its engine, in this process, takes weights
     os.environ.setdefault(variable, setting)
 
@@ -754,7 +754,7 @@ def kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exa
     token's KL(policy || reference), whoever sampled it. r is cut at kl.ratio_cap and d at
     +-kl.log_ratio_cap, which bounds the gradient and biases it there. "as_written": autograd
     through the estimator, to reproduce papers. Of the estimators in EXACT, exact_kl (B, T) brings
-    value and gradient."""
+    value and gradient, whatever kl.gradient says."""
     if kl.estimator in EXACT and exact_kl is not None:
         return exact_kl
     if kl.gradient == "as_written":

@@ -17,6 +17,9 @@ SHIPPED = {
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
+    "compute_loss": "3ad1a6377033",
+    "grpo_microbatch_step": "58ed4b3f54c8",
+    "accumulate_gradients": "52d77f1d188a",
 }
 
 

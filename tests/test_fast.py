@@ -2,6 +2,7 @@
 place and says so; support/edits.py replaces no function that was edited."""
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ import torch
 import test_starter
 from lab.small_models import make_model
 from starter import Response
-from support import edits, fast
+from support import edits, fast, memory
 
 FAST = {"decode", "rows_to_decode", "draw_from", "token_statistics"}
 FAMILIES = ["qwen3", "llama (tied)", "gpt2", "phi", "granite", "nanochat"]
@@ -188,6 +189,46 @@ def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, ca
     monkeypatch.setattr(starter, name, starter.mechanics(edited))
     assert attach(model_named("qwen3")) == FAST - {name, partner}
     assert f"{name} was edited: it runs, and not the one of support/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("edited", [None, "compute_loss", "grpo_microbatch_step"])
+def test_responses_without_an_advantage_have_no_forward_pass_while_the_loss_is_as_shipped(
+        edited, monkeypatch, capsys):
+    """The gradient is that of all rows. Where no row has an advantage, one is left."""
+    if edited:
+        monkeypatch.setitem(edits.SHIPPED, edited, "another")
+    model = model_named("qwen3")
+    memory.attach(SimpleNamespace(state={}))
+    n_read = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: n_read.append(len(inputs[0])))
+
+    def gradients(advantages):
+        n_read.clear()
+        batch = make_rows() | {"advantages": torch.tensor(advantages)[:, None]}
+        batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
+        microbatches = [starter.take_rows(batch, rows) for rows in torch.arange(6).split(2)]
+        for epoch in range(2):
+            means = starter.accumulate_gradients(model, microbatches, 30, settings())
+        assert means["ratio_mean"] == pytest.approx(1.0)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+    some = [1.0, -0.5, 0.0, 0.0, 0.5, 0.0]
+    expected = gradients(some)
+    assert n_read == [2, 2, 2] * 2
+    fast.leave_out_rows(None)
+    assert ("are left out of the update" in capsys.readouterr().out) == (edited is None)
+    torch.testing.assert_close(gradients(some), expected, rtol=0, atol=0)
+    assert n_read == [2, 2, 2] * 2 if edited else [2, 2] * 2
+    assert not gradients([0.0] * 6)
+    assert n_read == [2, 2, 2] * 2 if edited else [1, 1]
+
+
+def test_with_a_reference_no_response_is_left_out(capsys):
+    fast.leave_out_rows(model_named("qwen3"))
+    assert not starter.MECHANICS and not capsys.readouterr().out
 
 
 def test_comments_and_docstrings_are_no_edits(monkeypatch):
