@@ -63,9 +63,6 @@ METHODS = [BASE | dict(kl_adaptation_method=method) | changes for method, change
 )]
 SMOLLM2 = dict(preset="smollm2")
 LORA = dict(lora_rank=16, learning_rate=2e-4)
-SHORT = SMOLLM2 | dict(n_train_steps=20, n_eval_problems=300)
-EXPLODING = SHORT | LORA | dict(loss_average="dr_grpo")
-REPORTED = EXPLODING | ON | dict(kl_coef=0.04)  # said to explode with the gradient as written
 TWICE = dict(epochs_per_rollout=2)
 # Some compare with starter.py at two epochs; some change nothing that this model learns.
 RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
@@ -89,9 +86,6 @@ SWEEPS = {
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
-    "smollm2_explosion": [settings | dict(learning_rate=rate) for rate in (2e-4, 1e-3)
-                          for settings in (REPORTED | dict(kl_gradient="as_written"), REPORTED,
-                                           EXPLODING)],
 }
 
 

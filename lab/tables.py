@@ -207,21 +207,6 @@ def smollm2_table():
                   "same tokens, %", "s a step", "peak memory, GB"], lines)
 
 
-def smollm2_explosion_table():
-    lines = []
-    for settings, rows in runs_of("smollm2_explosion", sweep.SWEEPS["smollm2_explosion"]):
-        gradient = settings.get("kl_gradient", "reverse")
-        on = settings.get("use_kl_penalty")
-        kls = numbers(rows, "largest_kl")
-        lines.append([f"{settings['learning_rate']:g}",
-                      f"k3, {gradient}, {coefficient(settings)}" if on else "off", len(rows),
-                      f"{max(kls):.3g}" if kls else "",
-                      f"{max(numbers(rows, 'largest_grad_norm')):.3g}",
-                      " ".join(f"{100 * x:.0f}" for x in numbers(rows, "solved_after"))])
-    return table(["learning rate", "KL penalty", "seeds", "largest KL of a step, nats per token",
-                  "largest gradient norm of a step", "solved, %, seed by seed"], lines)
-
-
 # --------------------------------------------------------------------------------------------------
 # 2. Of lab.verify_kl: what is enumerated.
 
@@ -374,16 +359,6 @@ def gpu_table():
     return table(["GB for", *models], lines)
 
 
-def plain_table(name, by, headers):
-    """Of integrations/: a line for each value of the column `by`, means and ranges of the seeds.
-    headers: {column: (header, digits)}."""
-    lines = [[key, *(spread(numbers(rows, column), digits) if len(rows) > 1 else
-                     f"{float(rows[0][column]):.{digits}f}"
-                     for column, (_, digits) in headers.items())]
-             for (key,), rows in grouped(read_csv(name), by).items()]
-    return table([by, *(header for header, _ in headers.values())], lines)
-
-
 # --------------------------------------------------------------------------------------------------
 # 4. The pages.
 
@@ -394,16 +369,12 @@ TABLES = {
     "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
     "estimators": estimator_table, "methods": method_table,
     "recipes": recipe_table, "smollm2": smollm2_table,
-    "smollm2_explosion": smollm2_explosion_table,
     "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
     "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
     "race": lambda: table(RACE, race_lines("tiny")),
     "race_final": lambda: table(RACE_FINAL, final_lines("tiny")),
-    "trl_methods": lambda: plain_table("trl_methods", "method", {
-        "reward": ("reward", 2), "raw_kl": ("raw KL", 3), "adapted_kl": ("adapted KL", 3),
-        "beta": ("beta", 3), "length": ("length", 1), "other_skills": ("other skills", 2)}),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 CONSOLES = {"off": []}  # by name: arguments of starter.py
