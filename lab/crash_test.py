@@ -13,6 +13,7 @@ in the last checkpoint, and every number in TensorBoard but times and memory, wi
 """
 import argparse
 import csv
+import functools
 import hashlib
 import json
 import os
@@ -57,6 +58,7 @@ def child(settings):
     def wrap(phase, owner, name):
         real = getattr(owner, name)
 
+        @functools.wraps(real)
         def wrapped(*args, **kwargs):
             print("phase", phase, time.monotonic(), flush=True)
             return real(*args, **kwargs)
@@ -66,7 +68,7 @@ def child(settings):
     print("process", os.getpid(), flush=True)
     if os.environ.get("RANK", "0") == "0":
         wrap("rollout", starter, "problems_of_step")
-        wrap("update", starter, "accumulate_gradients")
+        wrap("update", starter, "grpo_microbatch_step")
         wrap("save", starter.Run, "save")
         wrap("evaluate", starter, "evaluate")
     starter.main(task=sums, reward=noisy_variety, **settings)
