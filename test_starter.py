@@ -135,13 +135,14 @@ globals().update(QUICK_TESTS)  # here they are strict
 
 def test_quick_tests_print_one_line_each_and_go_on_after_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(starter, "gradient_of_a_step", lambda *args: torch.zeros(3))  # a second
+    monkeypatch.setattr(starter, "test_below", lambda: None, raising=False)  # test_functions
     with mock.patch.object(starter, "compute_loss", side_effect=KeyError("two\nlines")):
         starter.test_functions()
     failed, *others = [name.removeprefix("test_").replace("_", " ") for name in QUICK_TESTS]
     assert capsys.readouterr().out.splitlines() == [
         "=== Running Quick Tests ===",
         f"FAILED: {failed} no longer holds (KeyError: 'two\\nlines')",
-        *(f"ok: {title}" for title in others)]
+        *(f"ok: {title}" for title in [*others, "below"])]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,6 +27,13 @@ def reward_of(answer, problem):
     return starter.reward_fn(f"<answer>{answer}</answer>", problem)
 
 
+def test_tasks_of_support_go_through_reward_fn_where_an_edit_acts_on_them(monkeypatch):
+    monkeypatch.setitem(starter.SCORERS, "numbers", lambda text, problem: 0.25)
+    assert starter.reward_fn("any", COUNTDOWN) == 0.25
+    assert starter.cfg_with().reward is starter.reward_fn
+    assert starter.reward_fn.__code__.co_filename == starter.__file__
+
+
 # --------------------------------------------------------------------------------------------------
 # Countdown: arithmetic
 

@@ -212,8 +212,12 @@ def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
     assert older.name < newer.name and older.name.endswith("_b")
     shutil.copytree(checkpoint, tmp_path / "z_model")  # no run, but it has a config.json
     (tmp_path / "z_empty").mkdir()
+    (newer / "starter.py").write_text("# edited since")
     resumed = run("alone", **given | dict(n_train_steps=2, resume=True))
     assert resumed["run_folder"] == newer
+    assert (newer / "starter.py").read_text() == "# edited since"
+    present = Path(starter.__file__).read_bytes()
+    assert (newer / "starter_from_step_2.py").read_bytes() == present
     run("alone", **given | dict(n_train_steps=3, resume=str(older)))
     assert [list(scalars(folder)["train/loss"]) for folder in (older, newer)] == [[1, 2, 3], [1, 2]]
 
