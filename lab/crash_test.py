@@ -60,7 +60,7 @@ def child(settings):
 
         @functools.wraps(real)
         def wrapped(*args, **kwargs):
-            print("phase", phase, time.monotonic(), flush=True)
+            print(f"phase {phase} {time.monotonic()}", flush=True)  # in one piece: it may be killed
             return real(*args, **kwargs)
 
         setattr(owner, name, wrapped)
