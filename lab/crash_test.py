@@ -29,8 +29,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "lab" / "results" / "kills.csv"
-# Times and memory; settings, whose tuples come back as lists; what each report logs anew.
-NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups", "outcome/")
+# Times and memory; settings, whose tuples come back as lists.
+NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")
 PHASES = ("rollout", "update", "save", "evaluate")
 SETTINGS = dict(
     device="cpu", bf16=False, rollout_batch_size=16, group_size=4, max_new_tokens=8,

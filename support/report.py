@@ -110,22 +110,20 @@ def wilson_interval(share, n):
 
 
 def log_hparams(result, run):
-    """A row of TensorBoard's HPARAMS page. Its columns are the same for every run: each parameter
-    that changes what is learnt, and the outcome."""
+    """A row of TensorBoard's HPARAMS page, with each parameter that changes what is learnt, and the
+    run's name. TensorBoard is not given a list of columns, since it then puts first what differs
+    between runs; its first metrics are those of 0_headline."""
     from torch.utils.tensorboard.summary import hparams
     settings = {}
     for name, value in run.settings.items():
-        if name not in MAY_CHANGE or name == "n_train_steps":
+        if name not in MAY_CHANGE or name in ("n_train_steps", "run_name"):
             value = Path(value).name if name in ("model_id", "task") else value
             settings[name] = value if type(value) in (int, float) else str(value)
-    outcome = {f"outcome/{name}": value for name, value in result["after"].items()
-               if name == "solved" or name.startswith("retention_")}
-    outcome["outcome/kl_per_token"] = result["kl_per_token"]
     if run.writer is not None:  # `add_hparams` would begin a second file of events in the folder
-        for summary in hparams(settings, outcome):
+        for summary in hparams(settings, {})[1:]:
             run.writer.file_writer.add_summary(summary)
-        for name, value in outcome.items():
-            run.log("add_scalar", name, value, run.state["step"])
+    if not run.cfg.use_kl_penalty:
+        run.log("add_scalar", "0_headline/kl_per_token", result["kl_per_token"], run.state["step"])
 
 
 def draw(tables, run):

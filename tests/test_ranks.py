@@ -164,7 +164,7 @@ def assert_same_run(first, second, atol=2e-5):
         run_folder, = (path.parent for path in folder.glob("runs/*/settings.json"))
         weights.append(safetensors.torch.load_file(run_folder / "model" / "model.safetensors"))
         numbers.append({tag: values for tag, values in scalars(run_folder).items()
-                        if not re.match("time/|mem/|outcome/|.*(per_s|sampler)", tag)})
+                        if not re.match("time/|mem/|.*(per_s|sampler)", tag)})
     assert numbers[0].keys() == numbers[1].keys() and "train/grad_norm" in numbers[0]
     for tag in numbers[0]:
         assert numbers[0][tag] == pytest.approx(numbers[1][tag], rel=1e-3, abs=1e-5), tag
