@@ -548,6 +548,14 @@ def test_kl_of_distant_policies_is_finite_and_its_gradient_is_the_log_ratio():
     assert all(value.isfinite() for value in metadata.values())
 
 
+def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
+    policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -1.0]]) - torch.tensor([1.5, 10.0]).log()
+    kl = starter.kl_with_gradient(policy, torch.tensor([[-2.0, -2.0]]), old, cfg_with().kl)
+    kl.sum().backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([[1.5, 2.0]]))  # ratio * d, and d = 1
+
+
 def test_kl_estimator_exact_without_the_exact_kl_is_refused():
     with pytest.raises(InputError, match="kl_estimator = 'exact' needs more than two log-probs"):
         starter.compute_loss(torch.zeros(1, 1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2,
