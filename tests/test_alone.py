@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import scalars, settings
-from lab.crash_test import outcome
+from conftest import scalars
+from lab import crash_test
 
 import starter
 
@@ -31,43 +31,18 @@ def run(folder, *arguments):
                           capture_output=True)
 
 
-# Runs main() with each dict of settings in turn. Kills itself, as kill -9 does, when the reward
-# has been called n_calls times.
-PROGRAM = """
-import json, os, signal, sys
-import starter
-n_calls, runs = json.loads(sys.argv[1])
-
-def variety(text, problem):
-    global n_calls
-    n_calls -= 1
-    if n_calls == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return len(set(text)) / 10
-
-for settings in runs:
-    starter.main(reward=variety, **settings)
-"""
-
-
 @pytest.mark.slow
-def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint, tmp_path):
-    task = tmp_path / "sums.jsonl"
-    sums = [{"prompt": f"add {a} {b}", "answer": a + b} for a in range(5, 15) for b in range(6, 12)]
-    task.write_text("\n".join(map(json.dumps, sums)))
-    given = settings(checkpoint, alone / "a" / "runs", task=str(task), n_train_steps=6,
-                     save_every=2, eval_every=3, use_kl_penalty=True,
-                     kl_adaptation_method="target_sound")
-    del given["reward"]
-    n_calls = 2 * given["n_eval_problems"] + 3 * given["rollout_batch_size"] + 5  # in step 4
-    killed = run(alone, "-c", PROGRAM, json.dumps([n_calls, [given]]))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = [given | {"resume": True}, given | {"out_dir": str(alone / "b" / "runs")}]
-    done = run(alone, "-c", PROGRAM, json.dumps([-1, again]))
-    assert done.returncode == 0, done.stderr
-    assert " after step 2\n" in done.stdout
-    assert done.stdout.count("support/ is not here: slower, more memory, no LoRA") == 2
-    assert outcome(alone / "a") == outcome(alone / "b")
+def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
+    given = crash_test.SETTINGS | {"model_id": str(checkpoint)}
+    killed, whole = (given | {"out_dir": str(alone / name / "runs")} for name in "ab")
+    _, status, _ = crash_test.run(killed, alone, 1, kill=("rollout", 4, 0.0))
+    assert status == -signal.SIGKILL
+    for settings in (killed | {"resume": True}, whole):
+        _, status, printed = crash_test.run(settings, alone, 1)
+        assert status == 0, printed
+        assert (" after step 2\n" in printed) == ("resume" in settings)
+        assert "support/ is not here: slower, more memory, no LoRA" in printed
+    assert crash_test.outcome(alone / "a") == crash_test.outcome(alone / "b")
     for folder in alone.glob("?/runs/*"):
         names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}
         assert names == {"events", "settings", "starter", "model", "checkpoint"}

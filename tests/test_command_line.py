@@ -61,11 +61,10 @@ def start(*arguments):
 
 def test_error_is_one_sentence_with_code_1():
     """Here one that support/ raises."""
-    process = start("--preset", "smollm2", "--group_size", "7")
+    process = start("--seed", "-1")
     _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert errors.startswith("starter.py stopped: rollout_batch_size = 128 is not a multiple of "
-                             "group_size = 7; use one") and errors.count("\n") == 1
+    assert process.returncode == 1 and errors.count("\n") == 1
+    assert errors.startswith("starter.py stopped: seed = -1 must be a whole number from 0 to ")
 
 
 @pytest.mark.parametrize("moment, errors", [
