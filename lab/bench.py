@@ -118,10 +118,10 @@ def run_ours(settings, folder=REPOSITORY):
     return json.loads(run_python(["-c", PROGRAM, json.dumps(settings)], folder))
 
 
-def run_trl(settings, rows):
-    """Runs TRL's trainer in a process of its own."""
-    program = ("import json, sys\nfrom lab import bench\n"
-               "print('result', json.dumps(bench.train_with_trl(*json.loads(sys.argv[1]))))")
+def run_trl(settings, rows, module="bench"):
+    """Runs train_with_trl() of this module, or of another one in lab/, in a process of its own."""
+    program = (f"import json, sys\nfrom lab import {module}\n"
+               f"print('result', json.dumps({module}.train_with_trl(*json.loads(sys.argv[1]))))")
     return json.loads(run_python(["-c", program, json.dumps([settings, rows])]))
 
 

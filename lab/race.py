@@ -12,12 +12,11 @@ again. Needs `pip install trl==1.16.0 datasets`.
 """
 import argparse
 import itertools
-import json
 import random
 import statistics
 
 from lab import bench
-from lab.rows import append_rows, read_csv, run_python, where
+from lab.rows import append_rows, read_csv, where
 from lab.sweep import start_of
 
 CONTESTS = {  # by preset of starter.py; rows: at once, for TRL, of which the quickest is taken
@@ -37,10 +36,7 @@ def run_ours(settings, contest):
 
 
 def run_trl(settings, contest):
-    rows = bench.quickest_rows(settings, contest["rows"])
-    program = ("import json, sys\nfrom lab import race\n"
-               "print('result', json.dumps(race.train_with_trl(*json.loads(sys.argv[1]))))")
-    return json.loads(run_python(["-c", program, json.dumps([settings, rows])]))
+    return bench.run_trl(settings, bench.quickest_rows(settings, contest["rows"]), "race")
 
 
 def train_with_trl(settings, rows):
