@@ -22,7 +22,8 @@ from starter import InputError, KLSettings, Response, RunStopped
 import torch
 import conftest
 from support import adaptive_rules  # noqa: F401  its rules are tested here, too
-from conftest import make_tokenizer, scalars, settings, small_sums, variety
+from conftest import (advantages_by_loops, make_responses, make_step, make_tokenizer, scalars,
+                      settings, small_sums, variety)
 
 CPU = torch.device("cpu")
 FIND_SUPPORT = starter.find_support
@@ -87,15 +88,6 @@ def make_models():
     return policy, ref_model
 
 
-def make_responses(lengths, prompt_lengths=(1, 9, 4), vocabulary=32, seed=0):
-    """Random responses of these lengths. Response i has prompt i modulo the number of prompts."""
-    rng = random.Random(seed)
-    prompts = [rng.choices(range(vocabulary), k=n) for n in prompt_lengths]
-    return [Response(prompts[i % len(prompts)], rng.choices(range(vocabulary), k=n),
-                     [-3.0 + rng.gauss(0, 0.3) for _ in range(n)], True)
-            for i, n in enumerate(lengths)]
-
-
 def whole_log_softmax(model, response, temperature=1.0):
     """(T, V) log-probs at the tokens of a response, from the model's own logits for this row alone.
     The attention is transformers' eager one."""
@@ -110,15 +102,6 @@ def whole_log_softmax(model, response, temperature=1.0):
 def labels_of(log_probs, response):
     """(T, V) -> (T,)"""
     return log_probs[range(len(response.response_ids)), response.response_ids]
-
-
-def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None):
-    """One batch with the weights of its tokens."""
-    if advantages is None:
-        advantages = torch.linspace(-1, 1, len(responses))
-    batch = starter.make_batch(responses, advantages, "cpu")
-    average = starter.AVERAGES[loss_average]
-    return batch | {"weights": average(batch["response_mask"].float(), max_new_tokens)}
 
 
 def gradient_of(model):
@@ -276,18 +259,6 @@ def test_draw_tokens_inverts_the_cumulative_distribution(vocabulary):
 
 # --------------------------------------------------------------------------------------------------
 # Advantages and loss, against loops in float64
-
-def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
-    advantages = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start:start + group_size]
-        mean = sum(group) / group_size
-        std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (group_size - 1))
-        divisor = std + eps if normalize_by_std else 1.0
-        equal = min(group) == max(group)
-        advantages += [0.0 if equal else (reward - mean) / divisor for reward in group]
-    return advantages
-
 
 TARGET = 0.3  # nats, of the sigmoid rules below
 THRESHOLD = 0.2  # nats, of the clip rules below

@@ -1,5 +1,7 @@
 """Small checkpoints, tasks and settings that the tests share."""
+import math
 import os
+import random
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
@@ -70,6 +72,36 @@ def small_sums(cfg):
 def variety(text, problem):
     """A reward that random weights can earn: a tenth for every distinct character."""
     return len(set(text)) / 10
+
+
+def make_responses(lengths, prompt_lengths=(1, 9, 4), vocabulary=32, seed=0):
+    """Random responses of these lengths. Response i has prompt i modulo the number of prompts."""
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(vocabulary), k=n) for n in prompt_lengths]
+    return [starter.Response(prompts[i % len(prompts)], rng.choices(range(vocabulary), k=n),
+                             [-3.0 + rng.gauss(0, 0.3) for _ in range(n)], True)
+            for i, n in enumerate(lengths)]
+
+
+def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None):
+    """One batch with the weights of its tokens."""
+    if advantages is None:
+        advantages = torch.linspace(-1, 1, len(responses))
+    batch = starter.make_batch(responses, advantages, "cpu")
+    average = starter.AVERAGES[loss_average]
+    return batch | {"weights": average(batch["response_mask"].float(), max_new_tokens)}
+
+
+def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
+    advantages = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start:start + group_size]
+        mean = sum(group) / group_size
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (group_size - 1))
+        divisor = std + eps if normalize_by_std else 1.0
+        equal = min(group) == max(group)
+        advantages += [0.0 if equal else (reward - mean) / divisor for reward in group]
+    return advantages
 
 
 def settings(checkpoint, out_dir, **changes):

@@ -5,20 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import scalars, settings
+from conftest import make_responses, make_step, scalars, settings
 from lab.architectures import own_log_probs
 from lab.small_models import make_model
 from safetensors.torch import load_file
 
 import starter
-from starter import InputError, Response
+from starter import InputError
 from support import fast, lora
 
 peft = pytest.importorskip("peft")
 
-RESPONSES = [Response([3, 4, 5], [6, 7, 8, 9], [-2.0] * 4, True),
-             Response([3, 4], [9, 8, 7], [-2.0] * 3, True),
-             Response([5], [4], [-2.0], False)]
+RESPONSES = make_responses((4, 3, 1), prompt_lengths=(3, 2, 1))
 
 
 def randomize(model):
@@ -37,13 +35,8 @@ def with_adapters(start):
     return policy, reference
 
 
-def rows_of(advantages=(1.0, -1.0, 0.5)):
-    rows = starter.make_batch(RESPONSES, torch.tensor(advantages), "cpu")
-    return rows | {"weights": starter.AVERAGES["dapo"](rows["response_mask"].float(), 4)}
-
-
 def log_probs_of(model):
-    rows = rows_of()
+    rows = make_step(RESPONSES)
     return starter.token_statistics(model, rows, 1.0).log_probs[rows["response_mask"]]
 
 
@@ -110,7 +103,8 @@ def test_policy_without_its_adapters_is_the_reference(path, estimator):
     cfg = starter.cfg_with(use_kl_penalty=True, kl_estimator=estimator)
     steps = []
     for ref_model in (start.requires_grad_(False), reference):
-        loss, metadata = starter.grpo_microbatch_step(policy, rows_of(), cfg, ref_model, 0.1)
+        loss, metadata = starter.grpo_microbatch_step(policy, make_step(RESPONSES), cfg, ref_model,
+                                                      0.1)
         steps.append([loss, *(p.grad for p in policy.parameters() if p.grad is not None)])
         policy.zero_grad()
         assert metadata["kl_per_token"] > 1e-4

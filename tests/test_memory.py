@@ -5,13 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from lab import bench
 
 import starter
 from starter import InputError, RunStopped
 from support import lora, memory
 
-from conftest import save_checkpoint, settings
+from conftest import make_responses, make_step, save_checkpoint, settings
 
 # Parameters of Qwen3-1.7B by hand: 28 layers of q, k, v, o, three of the MLP, and norms
 BODY = 28 * (2048 * (2 * 2048 + 2 * 1024 + 3 * 6144) + 2 * 2048 + 2 * 128) + 2048
@@ -21,9 +21,7 @@ ADAPTERS = 16 * 28 * (2 * (2048 + 2048) + 2 * (2048 + 1024) + 3 * (2048 + 6144))
 
 @pytest.fixture(scope="module")
 def qwen():
-    return Qwen3Config(vocab_size=151_936, hidden_size=2048, intermediate_size=6144, head_dim=128,
-                       num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-                       tie_word_embeddings=True)
+    return bench.qwen3_config(**bench.QWEN3["Qwen3-1.7B"])
 
 
 def cfg_of(**changes):
@@ -115,10 +113,7 @@ def with_memory_for(n_tokens, error):
     RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")])
 def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, error):
     policy, _ = starter.init_policy(checkpoint, "cpu")
-    responses = [starter.Response([1, 2, 3], [(5 * n + i) % 50 for i in range(n)], [-3.4] * n, True)
-                 for n in (1, 9, 4, 6, 7, 2, 8, 3)]
-    batch = starter.make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
-    batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 9)
+    batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)))
     found = []
     for n_tokens in (10_000, 20):
         cfg = starter.cfg_with(max_tokens_per_microbatch=90)

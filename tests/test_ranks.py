@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import save_checkpoint, scalars, settings, variety
+from conftest import make_responses, make_step, save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
 from test_runs import Killed
 
@@ -117,9 +117,7 @@ def torchrun(*arguments, nodes=1):
 
 @pytest.mark.parametrize("world, max_tokens", [(2, 9), (3, 1000), (5, 9)])
 def test_microbatches_of_all_processes_hold_every_row_once(monkeypatch, world, max_tokens):
-    responses = [starter.Response([5, 6], [7] * n, [-1.0] * n, True)
-                 for n in (1, 9, 4, 6, 7, 2, 8, 3)]
-    batch = starter.make_batch(responses, torch.zeros(8), "cpu")
+    batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)))
     batch["row"] = torch.arange(8)[:, None]
     monkeypatch.setattr(ranks, "WORLD", world)
     monkeypatch.setattr(ranks, "gather", lambda items: [*items, 9])  # another process has 9
