@@ -3,13 +3,10 @@ hand."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 
-import starter
-
-REPOSITORY = Path(starter.__file__).resolve().parent
 UNIX_ONLY = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 
 # Python in which the modules and names that Windows lacks are not there either.
