@@ -24,6 +24,7 @@ import conftest
 from support import adaptive_rules  # noqa: F401  its rules are tested here, too
 from conftest import (advantages_by_loops, make_responses, make_step, make_tokenizer, scalars,
                       settings, small_sums, variety)
+from lab.small_models import make_model
 
 CPU = torch.device("cpu")
 FIND_SUPPORT = starter.find_support
@@ -74,14 +75,9 @@ def cfg_with(**changes):
 
 
 def make_models():
-    """Returns a policy and a reference, all weights of which differ. Their vocabulary is 32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """Returns a policy and a reference, all weights of which differ."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        policy = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-            initializer_range=0.15)).eval()
+        policy = make_model("qwen3 (tied)", largest_logit=3.0)
         ref_model = copy.deepcopy(policy).requires_grad_(False)
         for parameter in ref_model.parameters():
             parameter += 0.06 * torch.randn(parameter.shape)
