@@ -17,7 +17,7 @@ import numpy
 import pytest
 
 import starter  # before torch, for which it sets variables
-from starter import InputError, KLSettings, Response, RunStopped
+from starter import InputError, KLSettings, Response, RunStopped, cfg_with
 
 import torch
 import conftest
@@ -68,10 +68,6 @@ TOKENIZER = make_tokenizer()
 EOS = TOKENIZER.eos_token_id
 PROMPTS = [TOKENIZER(f"<|user|>{text}<|assistant|>")["input_ids"]
            for text in ("make 3: 1 2", "sort 54321", "a", "sort 90210")]
-
-
-def cfg_with(**changes):
-    return starter.cfg_with(**dict(task=small_sums) | changes)
 
 
 def make_models():

@@ -8,7 +8,6 @@ import pytest
 import starter  # before torch, for which it sets variables
 
 import torch
-from conftest import small_sums
 from starter import InputError, KLController, KLSettings
 from support import adaptive_rules  # noqa: F401  adds its rules
 
@@ -122,7 +121,7 @@ def test_number_that_is_not_finite_does_not_move_beta(rule):
 
 def test_kl_settings_hold_every_parameter_of_main():
     kl = starter.cfg_with(
-        task=small_sums, kl_estimator="k1", kl_gradient="as_written", kl_in="reward",
+        kl_estimator="k1", kl_gradient="as_written", kl_in="reward",
         kl_adaptation_method="target", kl_clip_threshold=3.0, kl_target=0.5,
         dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77,
         max_new_tokens=9).kl
@@ -132,7 +131,7 @@ def test_kl_settings_hold_every_parameter_of_main():
 def test_clip_threshold_is_larger_where_only_the_gradient_is_clipped():
     for rule, nats in (("none", 1.0), ("clip", 1.0), ("clip_sound", 5.0),
                        ("target+clip_sound", 5.0)):
-        cfg = starter.cfg_with(task=small_sums, kl_adaptation_method=rule)
+        cfg = starter.cfg_with(kl_adaptation_method=rule)
         assert cfg.kl.clip_threshold == nats
 
 
