@@ -39,6 +39,13 @@ HOT = dict(learning_rate=6e-4)
 BASE = HOT | ON | dict(kl_coef=1.0, kl_estimator="exact")
 COEFFICIENTS = [HOT, *(BASE | dict(kl_coef=kl_coef)
                        for kl_coef in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
+# Which divergence and which placement, each at several coefficients, with pass@8
+SAMPLED = HOT | dict(eval_samples=8)
+TO_GO = dict(kl_estimator="exact", kl_in="loss_to_go", loss_average="dr_grpo")
+DIVERGENCES = [SAMPLED, *(SAMPLED | ON | dict(kl_coef=kl_coef) | what
+                          for what in ({}, dict(kl_estimator="exact"),
+                                       dict(kl_estimator="exact_forward"), TO_GO)
+                          for kl_coef in (0.1, 0.3, 1.0, 3.0))]
 ESTIMATORS = [BASE | changes for changes in (
     dict(kl_estimator="k3"),
     dict(kl_estimator="k3", kl_gradient="as_written"),
@@ -73,6 +80,7 @@ SWEEPS = {
     "machines": MACHINES,
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [*COEFFICIENTS, *ESTIMATORS, *METHODS],
+    "kl_divergences": DIVERGENCES,
     "recipes": [*RECIPES, *(settings | ON for settings in RECIPES),
                 ON | dict(recipe="moving_reference")],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (

@@ -65,6 +65,14 @@ def with_new_estimator(x):
     return policy_loss(x) + x.beta * x.strength * kl / x.n_tokens
 
 
+def with_importance_weights(x):
+    """The responses come from older weights."""
+    x.log_probs = [
+        (now.detach() - torch.tensor(response.log_probs)).exp().clamp(max=2.0) * now
+        for now, response in zip(x.log_probs, x.responses)]
+    return policy_loss(x)
+
+
 # --------------------------------------------------------------------------------------------------
 # The edits
 
@@ -100,6 +108,10 @@ EDITS = dict(
         AFTER_SOFTMAX: "    kept = probs >= STRENGTH * probs.amax(dim=1, keepdim=True)\n"
                        "    probs = probs * kept\n" + AFTER_SOFTMAX},
         0.0, 0.3),
+    top_k=Edit({
+        AFTER_SOFTMAX: "    kept = probs >= probs.topk(STRENGTH).values[:, -1:]\n"
+                       "    probs = probs * kept\n" + AFTER_SOFTMAX},
+        58, 2),
     token_level_advantages=Edit({
         "        batch = make_batch(responses, advantages, policy.device)":
             "        factors = torch.linspace(STRENGTH, 1, cfg.max_new_tokens)\n"
@@ -128,6 +140,13 @@ EDITS = dict(
         "    loss_average=\"dapo\",": "    loss_scale=STRENGTH,\n    loss_average=\"dapo\",",
         "loss * rows[\"weights\"]": "cfg.loss_scale * loss * rows[\"weights\"]"},
         1.0, 2.0, lambda x: x.strength * policy_loss(x)),
+    off_policy_sampling=Edit({
+        "        # 1. Sample a group":
+            "        if step % STRENGTH == 1 % STRENGTH:\n"
+            "            sampler = copy.deepcopy(policy)\n"
+            "        # 1. Sample a group",
+        "rollout(policy, llm, prompts, cfg, step,": "rollout(sampler, llm, prompts, cfg, step,"},
+        1, 2, with_importance_weights, dict(max_sampler_diff=None)),
     reward_on_token_counts=Edit({
         "def reward_fn(response_text, problem)": "def reward_fn(response_text, problem, response)",
         "    scorer = [scorer for": "    return STRENGTH * len(response.response_ids)\n"
@@ -205,13 +224,13 @@ def tables_of(model, weights, responses, forbidden):
 
 def compare_with_loss(checkpoint, edit, strength, steps, logged):
     """Returns of each step the relative error of its gradient and the exact KL; and of the sampled
-    tokens the smallest share of the largest probability beside them."""
+    tokens the smallest share of the largest probability beside them, and the largest rank."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     forbidden = strength if isinstance(strength, list) else []
     reference = steps[0].weights
-    found = {"errors": [], "exact_kl": [], "share": 1.0}
+    found = {"errors": [], "exact_kl": [], "share": 1.0, "rank": 0}
     for step, beta in zip(steps, logged.get("adaptive_kl/current_beta", [0.0] * 3)):
         if edit is EDITS["moving_reference"] and step is not steps[0]:
             reference = [old.lerp(new, strength) for old, new in zip(reference, step.weights)]
@@ -231,7 +250,8 @@ def compare_with_loss(checkpoint, edit, strength, steps, logged):
         x.advantages = advantages_by_loops(rewards, 4, 1e-6, True)
         for table, log_probs in zip(x.tables, x.log_probs):
             share = (log_probs - table.amax(dim=1)).exp().min().item()
-            found["share"] = min(found["share"], share)
+            rank = 1 + (table > log_probs[:, None]).sum(dim=1).max().item()
+            found |= {"share": min(found["share"], share), "rank": max(found["rank"], rank)}
         model.zero_grad()
         edit.loss(x).backward()
         expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -300,8 +320,13 @@ def test_edit_takes_effect(outcomes, name, with_support):
         assert FREQUENT in sum(off.ids[0], []) and FREQUENT not in sum(sum(on.ids, []), [])
     if name == "min_p":
         assert off.share < 0.3 <= on.share + 1e-5
+    if name == "top_k":
+        assert off.rank > on.rank == 2
     if name == "new_coefficient_rule":
         assert on.logged["adaptive_kl/current_beta"] == pytest.approx([0.3, 0.15, 0.075])
+    if name == "off_policy_sampling":
+        first, second, _ = on.logged["train/sampler_logprob_diff"]
+        assert first < 1e-4 and second > 0.01
     if name == "new_parameter":
         assert "no longer holds" not in outcomes[name, "on", with_support]["stdout"]
     if name == "reward_on_token_counts":
