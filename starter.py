@@ -16,9 +16,8 @@ off by default; the loss is a mean over all response tokens of the step (DAPO, a
 the KL term reports k3 but has the gradient of KL(policy || reference), which k3's own is not; and
 the sampler's log-probs correct for what its engine computes differently.
 
-Needs torch, transformers and tensorboard, and vLLM for fast rollouts on a GPU. The folder support/
-is optional: it makes the same computation faster, adds LoRA and several processes, and watches over
-a run. What you change here is what runs.
+The folder support/ is optional: it makes the same computation faster, adds LoRA and several
+processes, and watches over a run. What you change here is what runs.
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -77,8 +76,8 @@ MECHANICS = {}  # by name: functions of support/ that run in the place of those 
 
 
 def mechanics(function):
-    """Marks a function that decides nothing. support/ may run another one with the same results, as
-    long as the source of this one is as it was shipped. The log says so."""
+    """Marks a function in whose place support/ runs a faster one, with the same results, as long as
+    the source of this one is as it was shipped. The log says so."""
     @functools.wraps(function)
     def call(*args, **settings):
         return MECHANICS.get(function.__name__, function)(*args, **settings)
@@ -437,7 +436,7 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; of several that it has, the last counts. support/tasks.py adds two.
+# By a key of the problem; the last that it has counts. support/tasks.py adds that of Countdown.
 SCORERS = {"answer": score_answer}
 
 
@@ -480,11 +479,9 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-
     # The mean of equal floats can be off by one bit, which the division below would blow up.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
-
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
     metadata = {"reward_mean": rewards.mean().item(), "reward_std": groups.std(dim=1).mean().item(),
@@ -651,7 +648,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 
 # What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
 # (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
-TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # clamps the log-ratio in kl_with_gradient
+TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # it acts in KLSettings.log_ratio_cap
 
 
 def target_sound_rule(c, s, kl, reward):
@@ -800,19 +797,22 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exa
     if kl.placement == "loss_to_go":
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
-
-    # For the log: a token counts pi / sampler times, like in the gradient.
     d = (policy_log_probs - ref_log_probs).detach()
+    return penalty, kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl)
+
+
+def kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl):
+    """For the log: (B, T) of each kind. A token counts pi / sampler times, like in the gradient."""
+    estimates = {name: capped * value(d.clamp(-20, 20)) for name, value in ESTIMATORS.items()}
     is_exact = kl.estimator in EXACT
-    of_reverse = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
-    has_ratio = of_reverse or kl.placement == "loss_to_go"
-    shown = {name: capped * estimate(d.clamp(-20, 20)) for name, estimate in ESTIMATORS.items()}
-    return penalty, {
-        "kl_penalty_mean": raw if is_exact else shown[kl.estimator],
-        "kl_per_token": shown["k3"] if exact_kl is None else exact_kl,
-        **{f"kl_{name}": shown[name] for name in ESTIMATORS},
+    gradient_has_ratio = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
+    is_cut = (ratio > kl.ratio_cap) & (gradient_has_ratio or kl.placement == "loss_to_go")
+    return {
+        "kl_penalty_mean": raw if is_exact else estimates[kl.estimator],
+        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
         "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": (has_ratio & (ratio > kl.ratio_cap)) | (d.abs() > kl.log_ratio_cap),
+        "kl_capped_frac": is_cut | (d.abs() > kl.log_ratio_cap),
+        **{f"kl_{name}": values for name, values in estimates.items()},
     }
 
 
@@ -866,7 +866,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     graph = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # The loss, and terms of yours, use copies: where it has no slope at them nothing is learnt.
+    # The loss, and terms of yours, use copies: if it has no slope at them, nothing is learnt.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in graph))
     log_probs = statistics.log_probs
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
@@ -880,15 +880,16 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # The sampler's engine computes slightly other log-probs than the trainer; both terms are
     # corrected for it (truncated importance sampling, arXiv:2508.04700).
     sampler_error = old_log_probs - rows["rollout_log_probs"]
-    of_sampler = None if cfg.importance_cap is None else rows["rollout_log_probs"]
+    sampler = None
     if cfg.importance_cap is not None:
+        sampler = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
 
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, of_sampler)
+                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, sampler)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
-    slopes = [(x, leaf.grad) for x, leaf in zip(graph, statistics) if leaf.grad is not None]
+    slopes = [(x, copied.grad) for x, copied in zip(graph, statistics) if copied.grad is not None]
     if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
         torch.autograd.backward(*zip(*slopes))
     if ref_model is not None:
@@ -900,12 +901,13 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 
 
 @mechanics
-def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step of n_tokens response tokens. Returns its loss and means."""
+def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
+    """Adds up the gradients of a step. Returns its loss, and means over the tokens of the rows that
+    are "counted", n_counted in all."""
     sums = Counter()
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
-        share = rows["response_mask"].sum() / n_tokens
+        share = (rows["response_mask"] & rows["counted"]).sum() / n_counted
         sums.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
     return {name: value.item() for name, value in sums.items()}
 
@@ -1084,8 +1086,8 @@ def check_log_probs(means, step, cfg, first_diff):
 
 def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0,
           watch=None):
-    """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None or kl_coef=0
-    is plain GRPO. watch: a function (step, metrics, samples) that looks on, from support/."""
+    """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None is plain
+    GRPO. watch: a function (step, metrics, samples) that looks on, from support/."""
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems, cfg)
         log_eval(run, step, metrics)
@@ -1119,8 +1121,11 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             counted = counted & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](counted.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
-        # Rows without an advantage come apart: without a KL term they cost no backward pass.
+        # Without a KL term rows without an advantage teach nothing. They have microbatches of their
+        # own, without a backward pass, and are not counted in the means of entropy and clip_frac.
         advantage = (batch["advantages"] * batch["response_mask"]).any(dim=1)
+        batch["counted"] = advantage[:, None] | (ref_model is not None) | ~advantage.any()
+        n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
         microbatches = [rows for part in (advantage, ~advantage) if part.any()
                         for rows in cut_microbatches(take_rows(batch, part),
                                                      cfg.max_tokens_per_microbatch)]
@@ -1131,10 +1136,10 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         sums = Counter()
         for epoch in range(cfg.epochs_per_rollout):
             beta = controller.beta
-            means = accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model, beta)
+            means = accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
-            for parameter in policy.parameters():  # AdamW does its step where nothing is learnt
+            for parameter in policy.parameters():  # AdamW's moments move weights even without one
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
@@ -1229,7 +1234,7 @@ def choose(cfg):
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     cfg.kl = kl_settings(cfg)
-    has_data = callable(cfg.task) or Path(str(cfg.task)).is_file()
+    has_data = callable(cfg.task) or str(cfg.task) in TASKS or Path(str(cfg.task)).is_file()
     if cfg.loss_average not in AVERAGES:
         raise InputError(f"loss_average = {cfg.loss_average!r} is not known; "
                          f"{nearest(cfg.loss_average, AVERAGES)}")
@@ -1285,17 +1290,11 @@ def main(
     kl_adaptation_method="none",  # of TERM_RULES, of COEFFICIENT_RULES, or "dynamic+sigmoid"
     kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
     kl_target=0.1,  # nats per token
-    dynamic_beta_decay=0.9,
-    reward_threshold=0.8,
-    beta_min=0.0,
-    beta_schedule_steps=1000,
+    dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
     reproduce_paper=False,  # True: allow a KL term that is known not to work
 
     # Optimiser (AdamW on float32 weights)
-    learning_rate=None,
-    warmup_steps=None,
-    weight_decay=0.0,
-    max_grad_norm=1.0,
+    learning_rate=None, warmup_steps=None, weight_decay=0.0, max_grad_norm=1.0,
     max_tokens_per_microbatch=None,  # memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, more time
     bf16="auto",  # autocast; auto: on a GPU, and on a CPU with AMX
@@ -1409,7 +1408,8 @@ def settings_from(arguments):
         try:
             settings[name[2:]] = ast.literal_eval(text)  # True, None, 0.1 or (0.2, 0.28)
         except (ValueError, SyntaxError):
-            settings[name[2:]] = text
+            words_of_switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
+            settings[name[2:]] = words_of_switches.get(text.lower(), text)
     return settings
 
 

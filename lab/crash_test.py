@@ -68,7 +68,7 @@ def child(settings):
     print("process", os.getpid(), flush=True)
     if os.environ.get("RANK", "0") == "0":
         wrap("rollout", starter, "problems_of_step")
-        wrap("update", starter, "grpo_microbatch_step")
+        wrap("update", starter, "make_batch")
         wrap("save", starter.Run, "save")
         wrap("evaluate", starter, "evaluate")
     starter.main(task=sums, reward=noisy_variety, **settings)

@@ -38,7 +38,6 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         ref_model = lora.add_adapters(policy, cfg)
     if ranks.WORLD == 1:
         fast.attach(policy, ref_model, problems, cfg)  # compares in float32
-        fast.leave_out_rows(ref_model)
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
     if cfg.engine == "vllm":  # before the processes divide the policy, which renames its class

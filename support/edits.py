@@ -18,9 +18,11 @@ SHIPPED = {
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
     "compute_loss": "3ad1a6377033",
-    "grpo_microbatch_step": "58ed4b3f54c8",
-    "accumulate_gradients": "52d77f1d188a",
+    "grpo_microbatch_step": "be78c1278990",
+    "accumulate_gradients": "790611ad5851",
 }
+
+LOSS = ("compute_loss", "grpo_microbatch_step", "accumulate_gradients")
 
 
 def contents(node):
@@ -35,8 +37,14 @@ def contents(node):
 
 
 def fingerprint(function):
-    """A text that changes with what a function does, but not with its comments or docstring."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    """A text that changes with what a function does, but not with its comments or docstring; ""
+    where its source cannot be had."""
+    if getattr(function, "__code__", None) is starter.mechanics(len).__code__:
+        function = function.__wrapped__
+    try:  # of its own code: inspect would look behind a wrapper
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (AttributeError, OSError):
+        return ""
     body = tree.body[0].body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body.pop(0)

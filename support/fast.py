@@ -5,8 +5,6 @@
 * The key-value cache is written in place; transformers' own is copied for every token.
 * Logits are made for some tokens at a time, and again in the backward pass; starter.py computes
   the statistics from them.
-* Responses from which nothing is learnt, such as those of a group whose rewards are equal, have no
-  forward pass.
 * On a CPU short rows are attended to without torch's fused kernel, which is slow there.
 
 attach() compares all of this with the plain functions, values and gradients, for the model that was
@@ -420,6 +418,9 @@ def check_layers(model):
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if kinds != {"full_attention"} or (window and not getattr(config, "layer_types", None)):
         raise Misfit("it has layers that do not look back without end")
+    if any(value for module in model.modules() for name, value in vars(module).items()
+           if "drop" in name and isinstance(value, float)):
+        raise Misfit("it has dropout, which its fast attention would leave out")
     if not model._supports_attention_backend:
         raise Misfit("its attention is code of its own")
 
@@ -553,25 +554,3 @@ def attach(policy, ref_model, problems, cfg):
     if isinstance(ref_model, torch.nn.Module):
         ref_model.set_attn_implementation(policy.config._attn_implementation)
     edits.install(**functions)
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. Rows from which nothing is learnt
-
-def leave_out_rows(ref_model):
-    """Without a reference the shipped loss has no slope where the advantage is 0. Such rows get no
-    forward pass, unless the loss was edited; starter.py leaves out the backward pass only."""
-    names = ("compute_loss", "grpo_microbatch_step", "accumulate_gradients")
-    edited = [name for name in names if not edits.is_shipped(name)]
-    if ref_model is not None or edited:
-        return
-    accumulate = starter.MECHANICS["accumulate_gradients"]
-
-    def accumulate_gradients(policy, microbatches, n_tokens, *others):
-        some = [x for x in microbatches if (x["advantages"] * x["response_mask"]).any()]
-        microbatches[:] = some or [starter.take_rows(microbatches[0], slice(1))]
-        n_tokens = sum(rows["response_mask"].sum() for rows in microbatches)
-        return accumulate(policy, microbatches, n_tokens, *others)
-
-    starter.MECHANICS["accumulate_gradients"] = accumulate_gradients
-    print("responses without an advantage are left out of the update, and of its means")

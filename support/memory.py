@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import starter
-from support import models
+from support import edits, models
 from support.fast import LOGITS_AT_ONCE
 
 PROMPT = 150  # tokens, where no prompt is known yet
@@ -135,11 +135,18 @@ def is_out_of_memory(error):
 def attach(run):
     """Puts a loop around starter.accumulate_gradients. Where memory runs out, nothing is left of
     the attempt, and the step is repeated with smaller microbatches, which take the place of those
-    in the list. Their size is kept in run.state for all later steps."""
-    def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
+    in the list. Their size is kept in run.state for all later steps.
+
+    Rows that are not counted teach nothing by the shipped loss. They get no forward pass then."""
+    edited = [name for name in edits.LOSS if not edits.is_shipped(name)]
+    if edited:
+        print(f"{', '.join(edited)} was edited: rows without an advantage have a forward pass, too")
+
+    def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
         while True:
+            rows_to_compute = [rows for rows in microbatches if edited or rows["counted"].any()]
             try:
-                return starter.accumulate_gradients.__wrapped__(policy, microbatches, n_tokens,
+                return starter.accumulate_gradients.__wrapped__(policy, rows_to_compute, n_counted,
                                                                 cfg, ref_model, kl_coef)
             except RuntimeError as error:
                 if not is_out_of_memory(error):

@@ -160,10 +160,10 @@ def cut_microbatches(batch, max_tokens):
     return microbatches + [dict(empty) for _ in range(most - len(microbatches))]
 
 
-def accumulate_gradients(policy, microbatches, n_tokens, cfg, ref_model=None, kl_coef=0.0):
+def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
     """The sums over all processes."""
     parts = gather([starter.accumulate_gradients.__wrapped__(
-        policy, microbatches, n_tokens, cfg, ref_model, kl_coef)])
+        policy, microbatches, n_counted, cfg, ref_model, kl_coef)])
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 

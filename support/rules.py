@@ -15,7 +15,6 @@ import torch
 import starter
 from starter import InputError
 
-SWITCHES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 # The smallest and the largest value of a number
 LIMITS = {
@@ -82,10 +81,8 @@ OTHERS = {
 
 
 def converted(value, kind, low, high):
-    """Returns what is required, and the value as one of this kind ("yes" as True, 1e3 as 1000) or
+    """Returns what is required, and the value as one of this kind (1e3 as 1000) or
     None if it is none."""
-    if kind is bool and isinstance(value, str):
-        value = SWITCHES.get(value.lower())
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     works = type(value) is kind or kind is float and type(value) is int

