@@ -395,7 +395,7 @@ def write_consoles():
         first = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
         last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
         report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
-        kept = [*lines[first:first + 2], "...", *lines[last:last + 2],
+        kept = [*lines[first:first + 2], "...", *lines[last:last + 2], "...",
                 *(line for line in lines[report:] if line.startswith("  "))]
         (RESULTS / f"console_{name}.txt").write_text("\n".join(kept) + "\n")
 

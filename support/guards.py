@@ -78,7 +78,8 @@ class Guards:
             self.log_step(step, metrics, samples)
             first = state.setdefault("first", dict(metrics))
             first["frac_zero_std"] = min(first["frac_zero_std"], metrics["frac_zero_std"])
-            signs = step_signs(metrics, first, samples, step, cfg)
+            state["n_equal"] = (state.get("n_equal", 0) + 1) * (metrics["frac_zero_std"] == 1)
+            signs = step_signs(metrics, first, samples, step, cfg, state["n_equal"])
         warned = state.setdefault("warned", [])
         for sign, text in signs.items():
             if sign not in warned or sign in ("forgotten", "collapse"):
@@ -139,9 +140,10 @@ def is_built_in(reward):
     return (reward if callable(reward) else reward[0][0]) is starter.reward_fn
 
 
-def step_signs(metrics, first, samples, step, cfg):
-    """Metrics of a step and of the first one -> {sign: text} of what is wrong."""
-    problems, texts, _, _ = samples
+def step_signs(metrics, first, samples, step, cfg, n_equal=0):
+    """Metrics of a step and of the first one -> {sign: text} of what is wrong. n_equal: the number
+    of steps up to this one in which all rewards of each group were equal."""
+    problems, texts, rewards, _ = samples
     kl = metrics.get("kl_per_token", 0.1)
     learnt = metrics["reward_mean"] > first["reward_mean"] + 0.02
     all_equal = metrics["frac_zero_std"] == first["frac_zero_std"] == 1 and step > 1
@@ -150,12 +152,16 @@ def step_signs(metrics, first, samples, step, cfg):
     untagged = (is_built_in(cfg.reward) and not any("last_number" in p for p in problems)
                 and not any("</answer>" in text for text in texts))
     return {sign: text for sign, wrong, text in (
-        ("untagged", all_equal and untagged,
+        ("untagged", all_equal and untagged and not all_cut,
          "no response has its answer between <answer> and </answer>, where the reward looks for "
-         "it; ask for these tags in the prompts, or give a reward of your own"),
+         "it; ask for these tags in the prompts, take a model that follows them, or give a reward "
+         "of your own"),
         ("equal", all_equal and not untagged,
          "since the first step all rewards of each group are equal, which teaches nothing; look at "
          "the samples (TensorBoard, Text): the task may be too hard or too easy"),
+        ("flat", n_equal == 5 and first["frac_zero_std"] < 1 and rewards.max() < 1,
+         "for 5 steps all rewards of each group have been equal, none of them solved: nothing is "
+         f"learnt; lower learning_rate = {cfg.learning_rate:g}, or take easier problems"),
         ("endless", all_cut and first["truncated_frac"] < 0.5,
          "hardly any response was cut at first, now all are: training does harm; lower "
          f"learning_rate = {cfg.learning_rate:g} first, for example to a tenth"),
@@ -192,7 +198,7 @@ def evaluation_signs(metrics, first, samples, step, cfg):
          f"solved fell from {before:.0%} to {now:.0%}: training does harm; lower learning_rate = "
          f"{cfg.learning_rate:g} first, for example to a tenth"),
         ("forgotten", fallen and not collapsed,
-         f"other skills are being forgotten ({', '.join(fallen)}); {remedy}"),
+         f"other skills are being forgotten ({', '.join(fallen)}); if they matter, {remedy}"),
         ("nearly", many_are_nearly,
          f"{nearly:.0%} of the rewards are from 0.5 to below 1, and only 1 or more counts as "
          "solved; if something is taken off the reward of a solution, give its parts with weights, "

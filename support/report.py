@@ -30,7 +30,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     low, high = wilson_interval(result["after"]["solved"], n)
     lines += [f"solved: 95 % interval {low:.1%} to {high:.1%}, of {n} held-out problems",
               f"KL(policy || {'start' if ref_model is None else 'reference'}): "
-              f"{result['kl_per_token']:.3f} nats per token, "
+              f"{round(result['kl_per_token'], 3) + 0.0:.3f} nats per token, "  # never -0.000
               f"{result['kl_per_sequence']:.2f} nats per response"]
     if cfg.use_kl_penalty and cfg.kl.rule_among(starter.COEFFICIENT_RULES):
         lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {state['kl']['beta']:.3g} now")

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -193,6 +194,20 @@ def test_sign_of_trouble_in_a_step_is_named_and_no_other(sign, words, changes, a
     assert words in "".join(signs.values())
 
 
+@pytest.mark.parametrize("rewards, n_equal, noticed", [
+    ([0.1, 0.1], 5, True), ([0.1, 0.1], 4, False), ([0.1, 1.0], 5, False)])
+def test_steps_that_teach_nothing_are_noticed_where_nothing_is_solved(
+        rewards, n_equal, noticed, tmp_path, capsys):
+    run = SimpleNamespace(
+        cfg=starter.cfg_with(), folder=tmp_path, is_first=True, log=lambda *_: None,
+        state={"step": 1, "skipped": [], "warned": [], "first": dict(FIRST), "before": None})
+    with mock.patch.object(guards, "lock"):
+        watch = guards.Guards(run)
+    for step in range(2, 3 + n_equal):  # the first of these steps still teaches
+        watch(step, *step_of(rewards, frac_zero_std=0.5 if step == 2 else 1.0))
+    assert ("for 5 steps all rewards of each group" in capsys.readouterr().out) == noticed
+
+
 def test_responses_without_tags_are_noticed_where_the_reward_looks_for_tags():
     def sign(texts, reward=starter.reward_fn, **problem):
         cfg = starter.cfg_with(reward=reward)
@@ -211,8 +226,8 @@ def share(*rewards):
 
 @pytest.mark.parametrize("sign, words, changes, samples, settings", [
     (None, "", dict(), share(1.0, 0.1), dict()), (None, "", dict(retention_sort=0.86), [], dict()),
-    ("forgotten", "(sort from 90% to 80%); set use_kl_penalty = True", dict(retention_sort=0.8),
-     share(1.0), dict()),
+    ("forgotten", "(sort from 90% to 80%); if they matter, set use_kl_penalty = True",
+     dict(retention_sort=0.8), share(1.0), dict()),
     ("forgotten", "raise kl_coef", dict(retention_sort=0.8), share(1.0), dict(use_kl_penalty=True)),
     # Of a run that collapses the learning rate is named, not the KL penalty.
     ("collapse", "solved fell from 30% to 10%", dict(solved=0.1, retention_sort=0.2), share(0.0),
