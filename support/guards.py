@@ -1,6 +1,7 @@
 """Looks on while starter.py trains: locks the run's folder, logs samples, and warns of signs of
 trouble. Nothing here enters a sample, a loss or a gradient."""
 import json
+import math
 import sys
 import textwrap
 
@@ -130,6 +131,8 @@ class Guards:
         if self.run.is_first:
             path.write_text(json.dumps({"step": step, "responses": rows}, indent=1), "utf-8")
             print(f"The responses of step {step} are kept in {path}", flush=True)
+            for row in [row for row in rows if not math.isfinite(row["reward"])][:1]:
+                print(f"The reward of {row['text']!r:.100} was {row['reward']}; return a number")
         if set(range(step - MAX_SKIPPED_STEPS + 1, step + 1)) <= set(self.run.state["skipped"]):
             raise RunStopped(f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is "
                              "not finite; mend the reward or lower learning_rate")
