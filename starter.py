@@ -69,7 +69,8 @@ class RunStopped(RuntimeError):
 def nearest(value, options):
     """Returns a remedy: the option that was probably meant, or all of them."""
     near = difflib.get_close_matches(str(value).lower(), options, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, options))}"
+    others = ", ".join(map(repr, options)) if len(options) < 20 else "those that --help lists"
+    return f"did you mean {near[0]!r}?" if near else f"use one of {others}"
 
 
 MECHANICS = {}  # by name: functions of support/ that run in the place of those marked @mechanics
@@ -169,8 +170,9 @@ def init_policy(model_id, device):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     try:
         policy, loading = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True)
-        tokenizer = AutoTokenizer.from_pretrained(model_id)
+            model_id, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+            trust_remote_code=False)  # else it asks at a terminal
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         lost = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         if lost:  # transformers would give random numbers to them
             raise ValueError(f"its files do not hold {lost[0]} and {len(lost) - 1} more")
@@ -825,7 +827,6 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
-
     # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1,
     # though its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
     clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
@@ -836,7 +837,6 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     metadata = {"ratio_mean": ratio, "clip_frac": too_low | too_high,
                 "clip_frac_low": too_low, "clip_frac_high": too_high}
-
     if ref_log_probs is not None:
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
         sampler = old_log_probs if sampler_log_probs is None else sampler_log_probs
@@ -872,7 +872,6 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
-
     advantages = rows["advantages"]
     if ref_model is not None and cfg.kl.placement == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
@@ -884,7 +883,6 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     if cfg.importance_cap is not None:
         sampler = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
-
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
                                   ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, sampler)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
@@ -1001,6 +999,8 @@ class Run:
                     self.state = self.saved["state"]
                     break
             print(f"Warning: {path} is damaged; going back to the checkpoint before it")
+        if self.saved is None and [*self.folder.glob("checkpoint_*.pt"), *self.folder.glob("mod*")]:
+            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
 
     def open(self, policy, optimizer):
         """Loads the checkpoint if there is one, and makes the folder."""

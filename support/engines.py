@@ -48,7 +48,7 @@ def give_text_model(policy, tokenizer, model_id):
     its text model alone, vLLM gets the policy in a folder of its own, so that both have the same
     names of weights."""
     from transformers import AutoConfig
-    named = AutoConfig.from_pretrained(model_id).architectures or []
+    named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures or []
     if type(policy).__name__ in named or not named:
         return
     start = starter.MECHANICS.get("init_vllm", starter.init_vllm.__wrapped__)

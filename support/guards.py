@@ -31,7 +31,8 @@ def unlock():
 
 def lock(run):
     """Raises InputError where another process is at work in the run's folder."""
-    if run.folder in LOCKED or not (fcntl and run.is_first and run.folder.is_dir()):
+    is_run = (run.folder / "settings.json").is_file()
+    if run.folder in LOCKED or not (fcntl and run.is_first and is_run):
         return
     unlock()
     file = open(run.folder / ".lock", "ab")

@@ -87,7 +87,7 @@ def check_fits(cfg):
         return sum(predicted_gb(config, given, cfg.max_new_tokens + PROMPT, n_ranks).values())
 
     try:
-        config = AutoConfig.from_pretrained(cfg.model_id)
+        config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
     models.check_type(config, cfg.model_id)

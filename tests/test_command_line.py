@@ -36,7 +36,7 @@ def test_arguments_become_parameters_of_main(arguments, expected):
 
 @pytest.mark.parametrize("arguments, sentence", [
     ("--lerning_rate 1e-4", "--lerning_rate is not --name value; did you mean 'learning_rate'?"),
-    ("--seed 1 50", "50 is not --name value; use one of 'preset', 'model_id'"),
+    ("--seed 1 50", "50 is not --name value; use one of those that --help lists"),
     ("-seed 1", "-seed is not --name value; "),
     ("--reward print", "--reward is not --name value; use one of "),  # a function is for main()
 ])

@@ -2,6 +2,7 @@
 anything is written."""
 import importlib.util
 import inspect
+import json
 import math
 import re
 import shutil
@@ -113,6 +114,18 @@ def test_every_default_and_every_preset_passes_before_and_after_it_is_chosen():
         chosen = dict(vars(cfg))
         rules.check_settings(cfg)
         assert vars(cfg) == chosen
+
+
+def test_code_of_a_model_is_neither_run_nor_asked_for(checkpoint, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM":
+                                                 "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('foreign code ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    with pytest.raises(InputError, match="cannot be loaded .*contains custom code"):
+        starter.init_policy(folder, "cpu")
 
 
 def test_new_parameter_of_main_and_new_average_need_no_rule(monkeypatch):

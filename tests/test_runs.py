@@ -222,6 +222,18 @@ def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
     assert [list(scalars(folder)["train/loss"]) for folder in (older, newer)] == [[1, 2, 3], [1, 2]]
 
 
+@pytest.mark.parametrize("lost", [b"cut", None], ids=["damaged", "deleted"])
+def test_run_without_a_whole_checkpoint_keeps_its_model(checkpoint, tmp_path, lost):
+    given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=1)
+    folder = run("alone", **given)["run_folder"]
+    model = (folder / "model" / "model.safetensors").read_bytes()
+    for path in folder.glob("checkpoint_*.pt"):
+        path.write_bytes(lost) if lost else path.unlink()
+    with pytest.raises(InputError, match="has no whole checkpoint; begin a new run"):
+        run("alone", **given | dict(n_train_steps=4, resume=str(folder)))
+    assert (folder / "model" / "model.safetensors").read_bytes() == model
+
+
 def test_absent_run_is_one_sentence(checkpoint, tmp_path):
     model = shutil.copytree(checkpoint, tmp_path / "model")  # it has a config.json of its own
     for where in (True, str(tmp_path / "nowhere"), str(model)):
