@@ -999,7 +999,7 @@ class Run:
                     self.state = self.saved["state"]
                     break
             print(f"Warning: {path} is damaged; going back to the checkpoint before it")
-        if self.saved is None and [*self.folder.glob("checkpoint_*.pt"), *self.folder.glob("mod*")]:
+        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
             raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
 
     def open(self, policy, optimizer):

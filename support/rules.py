@@ -81,8 +81,8 @@ OTHERS = {
 
 
 def converted(value, kind, low, high):
-    """Returns what is required, and the value as one of this kind (1e3 as 1000) or
-    None if it is none."""
+    """Returns what is required, and the value as one of this kind (1e3 as 1000), or None if it
+    is none."""
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     works = type(value) is kind or kind is float and type(value) is int
