@@ -67,10 +67,12 @@ class RunStopped(RuntimeError):
 
 
 def nearest(value, options):
-    """Returns a remedy: the option that was probably meant, or all of them."""
-    near = difflib.get_close_matches(str(value).lower(), options, n=1)
+    """Returns a remedy: the options that were probably meant, or all of them."""
+    value = str(value).lower()
+    parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
+    near = parts[:3] or difflib.get_close_matches(value, options, n=1)
     others = ", ".join(map(repr, options)) if len(options) < 20 else "those that --help lists"
-    return f"did you mean {near[0]!r}?" if near else f"use one of {others}"
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {others}"
 
 
 MECHANICS = {}  # by name: functions of support/ that run in the place of those marked @mechanics
@@ -157,11 +159,16 @@ def problems_of_step(problems, step, n, seed):
 # 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
 
 class Float32Head(torch.nn.Linear):
-    """An LM head in float32 under autocast, too: bf16 would round its logits by up to 0.06."""
+    """An LM head in float32 under autocast, too: bf16 would round its logits by up to 0.06. Where
+    vLLM samples in bf16 its inputs are rounded, as vLLM rounds them; its sums never are."""
+    rounds = False
 
     def forward(self, hidden):
+        dtype, weight = self.weight.dtype, self.weight
+        if self.rounds and torch.is_autocast_enabled(hidden.device.type):
+            hidden, weight = hidden.bfloat16(), weight.bfloat16()
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+            return F.linear(hidden.to(dtype), weight.to(dtype), self.bias)
 
 
 def init_policy(model_id, device):
@@ -321,8 +328,7 @@ def draw_from(probs, uniform):
 def draw_tokens(logits, uniform, temperature):
     """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
     probs = scale_logits(logits, temperature).softmax(dim=1)
-    greedy = temperature == 0
-    tokens = probs.argmax(dim=1, keepdim=True) if greedy else draw_from(probs, uniform)
+    tokens = draw_from(probs, uniform) if temperature > 0 else probs.argmax(dim=1, keepdim=True)
     return tokens, probs.gather(1, tokens).log()
 
 
@@ -333,29 +339,29 @@ def rows_to_decode(prompts, max_new_tokens):
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
         n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
-        while some := list(itertools.islice(rows, n)):
-            yield some
+        while together := list(itertools.islice(rows, n)):
+            yield together
 
 
 @mechanics
 def decode(policy, prompts, cfg):
     """B prompts -> a generator: yields (B, V) logits of the next tokens, is sent (B, 1) tokens."""
-    new = torch.tensor(prompts, device=policy.device)
-    known = inspect.signature(policy.forward).parameters
-    given = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
+    new_ids = torch.tensor(prompts, device=policy.device)
+    accepted = inspect.signature(policy.forward).parameters
+    inputs = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
     has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
     n_read = 0
     while True:
-        if has_rope and "position_ids" in known:  # not all of these models count on by themselves
-            given["position_ids"] = n_read - 1 + torch.ones_like(new).cumsum(dim=1)
-        out = policy(input_ids=new, **given)
+        if has_rope and "position_ids" in accepted:  # some do not count on by themselves
+            inputs["position_ids"] = n_read - 1 + torch.ones_like(new_ids).cumsum(dim=1)
+        out = policy(input_ids=new_ids, **inputs)
         tokens = yield out.logits[:, -1]
         if getattr(out, "past_key_values", None) is None:  # it reads all tokens each time
-            new = torch.cat([new, tokens], dim=1)
+            new_ids = torch.cat([new_ids, tokens], dim=1)
         else:
-            given["past_key_values"] = out.past_key_values
-            n_read += new.shape[1]
-            new = tokens
+            inputs["past_key_values"] = out.past_key_values
+            n_read += new_ids.shape[1]
+            new_ids = tokens
 
 
 @mechanics
@@ -614,9 +620,7 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. KL and loss.  Log-probs and advantages -> loss per token; the KL coefficient of the next step.
-#
-# Below, d = log pi - log ref at a token that was sampled.
+# 9. Loss.  Log-probs and advantages -> loss of each token.
 
 def masked_mean(tensor, mask, dim=None):
     """Mean where the mask is 1, over dim or over everything; 0 where the mask is empty. Masked
@@ -625,210 +629,18 @@ def masked_mean(tensor, mask, dim=None):
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
-# d -> an estimate of KL(policy || reference) in nats, at a token that the policy sampled. These are
-# values to report. Their derivatives are another matter: see kl_with_gradient.
-ESTIMATORS = {
-    "k1": lambda d: d,  # unbiased, can be negative
-    "k2": lambda d: d.square() / 2,  # biased
-    # exp(-d) - 1 + d: unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020)
-    "k3": lambda d: torch.expm1(-d) + d,
-}
-
-
-# Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
-EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
-
-
-def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
-    """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
-    if estimator not in ESTIMATORS:
-        raise InputError(f"kl_estimator = {estimator!r} needs more than two log-probs, or is not "
-                         f"known; {nearest(estimator, ESTIMATORS)}")
-    dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
-    return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
-
-
-# What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
-# (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
-TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # it acts in KLSettings.log_ratio_cap
-
-
-def target_sound_rule(c, s, kl, reward):
-    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
-    error = math.log(max(c.state["kl"], 1e-9) / s.target)
-    beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
-    return max(0.1 * c.start, min(10 * c.start, beta))
-
-
-# Rules that return beta after an optimiser step. c: KLController; s: its KLSettings; kl: nats per
-# token of the step; reward: its mean reward.
-COEFFICIENT_RULES = {"target_sound": target_sound_rule}
-
-
-@dataclass(frozen=True)
-class KLSettings:
-    """Everything about the KL term but its coefficient. main() explains the choices."""
-    estimator: str = "k3"
-    gradient: str = "reverse"
-    placement: str = "loss"
-    adaptation: str = "none"  # a term rule, a coefficient rule, or one of each: "dynamic+sigmoid"
-    clip_threshold: float = 1.0  # nats; of "clip_sound" the largest log-ratio in the gradient
-    target: float = 0.1  # nats per token
-    dynamic_beta_decay: float = 0.9
-    reward_threshold: float = 0.8
-    beta_min: float = 0.0
-    beta_schedule_steps: int = 1000
-    max_new_tokens: int = 256  # the divisor of "length_normalized_sound"
-    ratio_cap: float = 2.0  # pi / old is cut here in the gradient; math.inf is exact, but unbounded
-
-    def __post_init__(self):
-        """Raises InputError for a value that is not known: it would act like another."""
-        rules = [rule for rule in self.adaptation.split("+") if rule != "none"]
-        if len({rule in TERM_RULES for rule in rules}) < len(rules):
-            raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
-                             "give one for the term and one for the coefficient at most")
-        for name, value, options in (
-            ("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT]),
-            ("kl_gradient", self.gradient, ["reverse", "as_written"]),
-            ("kl_in", self.placement, ["loss", "loss_to_go", "reward"]),
-            *(("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES]) for rule in rules),
-        ):
-            if value not in options:
-                raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
-
-    def rule_among(self, rules):
-        """Returns the name of the part of self.adaptation that is among the rules, or None."""
-        return next((part for part in self.adaptation.split("+") if part in rules), None)
-
-    @property
-    def log_ratio_cap(self):
-        clipped = self.rule_among(TERM_RULES) == "clip_sound"
-        return self.clip_threshold if clipped else math.inf
-
-    def adapted(self, kl, mask):
-        """(B, T) KL -> (B, T) what is penalised."""
-        rule = self.rule_among(TERM_RULES)
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return kl if rule is None else TERM_RULES[rule](kl, lengths, self)
-
-
-def kl_settings(cfg):
-    """Returns the KLSettings in main()'s parameters."""
-    usual = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
-    return KLSettings(
-        cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
-        cfg.kl_clip_threshold or usual, cfg.kl_target, cfg.dynamic_beta_decay,
-        cfg.reward_threshold, cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
-
-
-class KLController:
-    """beta, the coefficient of the KL term, which a coefficient rule moves after each update."""
-
-    def __init__(self, kl_coef, settings=KLSettings(), state=None):
-        self.start = kl_coef
-        self.settings = settings
-        self.state = {"beta": kl_coef, "step": 0, "kl": None, "reward": None} | (state or {})
-
-    @property
-    def beta(self):
-        return self.state["beta"]
-
-    def update(self, kl, reward):
-        """kl: of the step, nats per token; reward: its mean. What is not finite moves nothing."""
-        self.state["step"] += 1
-        if not (math.isfinite(kl) and math.isfinite(reward)):
-            return
-        for name, value in (("kl", kl), ("reward", reward)):
-            average = self.state[name]
-            self.state[name] = value if average is None else 0.8 * average + 0.2 * value
-        rule = self.settings.rule_among(COEFFICIENT_RULES)
-        if rule is not None:
-            self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
-
-
-def kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl=None):
-    """(B, T) log-probs, KLSettings -> (B, T) KL, with the estimator's value.
-
-    "reverse": its gradient is r * d * grad log pi with r = pi / sampler, which is that of each
-    token's KL(policy || reference), whoever sampled it. r is cut at kl.ratio_cap and d at
-    +-kl.log_ratio_cap, which bounds the gradient and biases it there. "as_written": autograd
-    through the estimator, to reproduce papers. Of the estimators in EXACT, exact_kl (B, T) brings
-    value and gradient, whatever kl.gradient says."""
-    if kl.estimator in EXACT and exact_kl is not None:
-        return exact_kl
-    if kl.gradient == "as_written":
-        return compute_kl_divergence(policy_log_probs, ref_log_probs, kl.estimator)
-    d = (policy_log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach().clamp(max=kl.ratio_cap)
-    value = compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl.estimator)
-    return with_gradient_of(value, ratio * d * policy_log_probs)
-
-
-def with_gradient_of(value, surrogate):
-    """Returns a tensor with the value of the first and the gradients of both."""
-    return value + surrogate - surrogate.detach()
-
-
-def sum_to_go(kl, mask):
-    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
-    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
-
-
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, kl=KLSettings()):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages, less kl_coef *
-    KL of this token and of all later ones: with k1 the gradient of the whole response's KL, where
-    the loss divides by a constant. With a term rule each token pays for all tokens, as in print."""
-    d = (log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), kl.estimator)
-    if kl.rule_among(TERM_RULES) is None:
-        return advantages - kl_coef * sum_to_go(penalty, mask)
-    return advantages - kl_coef * sum_to_go(kl.adapted(penalty, mask), mask)[:, :1]
-
-
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exact_kl=None):
-    """(B, T) log-probs, KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
-
-    Placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
-    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
-    gradient of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell).
-    "reward": the KL is in the advantages."""
-    raw = kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl)
-    adapted = penalty = kl.adapted(raw, mask)
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped = ratio.clamp(max=kl.ratio_cap)
-    if kl.placement == "loss_to_go":
-        later = (sum_to_go(adapted, mask) - adapted).detach()
-        penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
-    d = (policy_log_probs - ref_log_probs).detach()
-    return penalty, kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl)
-
-
-def kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl):
-    """For the log: (B, T) of each kind. A token counts pi / sampler times, like in the gradient."""
-    estimates = {name: capped * value(d.clamp(-20, 20)) for name, value in ESTIMATORS.items()}
-    is_exact = kl.estimator in EXACT
-    gradient_has_ratio = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
-    is_cut = (ratio > kl.ratio_cap) & (gradient_has_ratio or kl.placement == "loss_to_go")
-    return {
-        "kl_penalty_mean": raw if is_exact else estimates[kl.estimator],
-        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
-        "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": is_cut | (d.abs() > kl.log_ratio_cap),
-        **{f"kl_{name}": values for name, values in estimates.items()},
-    }
-
-
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, mask=None, kl=KLSettings(), exact_kl=None, sampler_log_probs=None):
+                 kl_coef=0.0, mask=None, kl=None, exact_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef *
-    KL, and metadata: scalars, means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    a pair (low, high) (DAPO's "clip-higher"). sampler_log_probs: for the KL term; None: the old.
+    KL (section 11), and metadata: scalars, means over the mask. clip_range: e, for ratios in
+    [1 - e, 1 + e], or a pair (low, high) (DAPO's "clip-higher"). The last three are for the KL.
     The rows are one microbatch: what ranks or averages tokens here depends on the cut."""
+    kl = kl or KLSettings()
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
-    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1,
-    # though its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
+    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
+    # its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
     clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -911,7 +723,201 @@ def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, k
 
 
 # --------------------------------------------------------------------------------------------------
-# 11. Evaluate, log, save.
+# 11. KL penalty.  Log-probs -> a penalty per token. At a first reading, go on with section 12.
+# Below, d = log pi - log ref, at a token that was sampled.
+
+# d -> an estimate of KL(policy || reference) in nats, at a token that the policy sampled. These are
+# values to report. Their derivatives are another matter: see kl_with_gradient.
+ESTIMATORS = {
+    "k1": lambda d: d,  # unbiased, can be negative
+    "k2": lambda d: d.square() / 2,  # biased
+    # exp(-d) - 1 + d: unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020)
+    "k3": lambda d: torch.expm1(-d) + d,
+}
+
+# Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
+EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
+
+
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
+    """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
+    if estimator not in ESTIMATORS:
+        raise InputError(f"kl_estimator = {estimator!r} needs more than two log-probs, or is not "
+                         f"known; {nearest(estimator, ESTIMATORS)}")
+    dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
+    return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
+
+
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exact_kl=None):
+    """(B, T) log-probs, KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
+
+    Placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
+    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
+    gradient of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell).
+    "reward": the KL is in the advantages."""
+    raw = kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl)
+    adapted = penalty = kl.adapted(raw, mask)
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    capped = ratio.clamp(max=kl.ratio_cap)
+    if kl.placement == "loss_to_go":
+        later = (sum_to_go(adapted, mask) - adapted).detach()
+        penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
+    d = (policy_log_probs - ref_log_probs).detach()
+    return penalty, kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl)
+
+
+def kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl=None):
+    """(B, T) log-probs, KLSettings -> (B, T) KL, with the estimator's value.
+
+    "reverse": its gradient is r * d * grad log pi with r = pi / sampler, which is that of each
+    token's KL(policy || reference), whoever sampled it. r is cut at kl.ratio_cap and d at
+    +-kl.log_ratio_cap, which bounds the gradient and biases it there. "as_written": autograd
+    through the estimator, to reproduce papers. Of the estimators in EXACT, exact_kl (B, T) brings
+    value and gradient, whatever kl.gradient says."""
+    if kl.estimator in EXACT and exact_kl is not None:
+        return exact_kl
+    if kl.gradient == "as_written":
+        return compute_kl_divergence(policy_log_probs, ref_log_probs, kl.estimator)
+    d = (policy_log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach().clamp(max=kl.ratio_cap)
+    value = compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl.estimator)
+    return with_gradient_of(value, ratio * d * policy_log_probs)
+
+
+def with_gradient_of(value, surrogate):
+    """Returns a tensor with the value of the first and the gradients of both."""
+    return value + surrogate - surrogate.detach()
+
+
+def sum_to_go(kl, mask):
+    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
+    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
+
+
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, kl):
+    """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages, less kl_coef *
+    KL of this token and of all later ones: with k1 the gradient of the whole response's KL, where
+    the loss divides by a constant. With a term rule each token pays for all tokens, as in print."""
+    d = (log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
+    penalty = compute_kl_divergence(d, torch.zeros_like(d), kl.estimator)
+    to_go = sum_to_go(kl.adapted(penalty, mask), mask)
+    return advantages - kl_coef * (to_go[:, :1] if kl.rule_among(TERM_RULES) else to_go)
+
+
+def kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl):
+    """For the log: (B, T) of each kind. A token counts pi / sampler times, like in the gradient."""
+    estimates = {name: capped * value(d.clamp(-20, 20)) for name, value in ESTIMATORS.items()}
+    is_exact = kl.estimator in EXACT
+    gradient_has_ratio = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
+    is_cut = (ratio > kl.ratio_cap) & (gradient_has_ratio or kl.placement == "loss_to_go")
+    return {
+        "kl_penalty_mean": raw if is_exact else estimates[kl.estimator],
+        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
+        "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
+        "kl_capped_frac": is_cut | (d.abs() > kl.log_ratio_cap),
+        **{f"kl_{name}": values for name, values in estimates.items()},
+    }
+
+
+# What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
+# (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
+TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # it acts in KLSettings.log_ratio_cap
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """Everything about the KL term but its coefficient. main() explains the choices."""
+    estimator: str = "k3"
+    gradient: str = "reverse"
+    placement: str = "loss"
+    adaptation: str = "none"  # a term rule, a coefficient rule, or one of each: "dynamic+sigmoid"
+    clip_threshold: float = 1.0  # nats; of "clip_sound" the largest log-ratio in the gradient
+    target: float = 0.1  # nats per token
+    dynamic_beta_decay: float = 0.9
+    reward_threshold: float = 0.8
+    beta_min: float = 0.0
+    beta_schedule_steps: int = 1000
+    max_new_tokens: int = 256  # the divisor of "length_normalized_sound"
+    ratio_cap: float = 2.0  # pi / old is cut here in the gradient; math.inf is exact, but unbounded
+
+    def __post_init__(self):
+        """Raises InputError for a value that is not known: it would act like another."""
+        rules = [rule for rule in self.adaptation.split("+") if rule != "none"]
+        if len({rule in TERM_RULES for rule in rules}) < len(rules):
+            raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
+                             "give one for the term and one for the coefficient at most")
+        for name, value, options in (
+            ("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT]),
+            ("kl_gradient", self.gradient, ["reverse", "as_written"]),
+            ("kl_in", self.placement, ["loss", "loss_to_go", "reward"]),
+            *(("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES]) for rule in rules),
+        ):
+            if value not in options:
+                raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
+
+    def rule_among(self, rules):
+        """Returns the name of the part of self.adaptation that is among the rules, or None."""
+        return next((part for part in self.adaptation.split("+") if part in rules), None)
+
+    @property
+    def log_ratio_cap(self):
+        return self.clip_threshold if "clip_sound" in self.adaptation else math.inf
+
+    def adapted(self, kl, mask):
+        """(B, T) KL -> (B, T) what is penalised."""
+        rule = self.rule_among(TERM_RULES)
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return kl if rule is None else TERM_RULES[rule](kl, lengths, self)
+
+
+def kl_settings(cfg):
+    """Returns the KLSettings in main()'s parameters."""
+    usual = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
+    return KLSettings(
+        cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
+        cfg.kl_clip_threshold or usual, cfg.kl_target, cfg.dynamic_beta_decay,
+        cfg.reward_threshold, cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
+
+
+class KLController:
+    """beta, the coefficient of the KL term, which a coefficient rule moves after each update."""
+
+    def __init__(self, kl_coef, settings, state=None):
+        self.start = kl_coef
+        self.settings = settings
+        self.state = {"beta": kl_coef, "step": 0, "kl": None, "reward": None} | (state or {})
+
+    @property
+    def beta(self):
+        return self.state["beta"]
+
+    def update(self, kl, reward):
+        """kl: of the step, nats per token; reward: its mean. What is not finite moves nothing."""
+        self.state["step"] += 1
+        if not (math.isfinite(kl) and math.isfinite(reward)):
+            return
+        for name, value in (("kl", kl), ("reward", reward)):
+            average = self.state[name]
+            self.state[name] = value if average is None else 0.8 * average + 0.2 * value
+        rule = self.settings.rule_among(COEFFICIENT_RULES)
+        if rule is not None:
+            self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
+
+
+def target_sound_rule(c, s, kl, reward):
+    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
+    error = math.log(max(c.state["kl"], 1e-9) / s.target)
+    beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
+    return max(0.1 * c.start, min(10 * c.start, beta))
+
+
+# Rules that return beta after an optimiser step. c: KLController; s: its KLSettings; kl: nats per
+# token of the step; reward: its mean reward.
+COEFFICIENT_RULES = {"target_sound": target_sound_rule}
+
+
+# --------------------------------------------------------------------------------------------------
+# 12. Evaluate, log, save.
 
 def evaluate(policy, llm, tokenizer, problems, cfg):
     """Samples one response to each held-out problem, of the task and of other skills. Returns
@@ -969,8 +975,7 @@ class Run:
         self.cfg = cfg
         self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
                       "kl": None, "before": None, "after": None}
-        self.saved = None  # the content of the checkpoint to go on from
-        self.writer = None
+        self.writer = self.saved = None  # saved: the content of the checkpoint to go on from
         self.is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it writes
         self.stop = 0  # SIGINT or SIGTERM: end after this step
         values = {name: getattr(cfg, name) for name in cfg.parameters}
@@ -1022,12 +1027,6 @@ class Run:
             first = self.state["step"] + (self.state["before"] is not None)
             self.writer = SummaryWriter(self.folder, purge_step=first)
             (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
-            source = Path(__file__).read_bytes()
-            kept = self.folder / "starter.py"
-            if kept.is_file() and kept.read_bytes() != source:
-                kept = self.folder / f"starter_from_step_{self.state['step'] + 1}.py"
-                print(f"resume: starter.py has changed since the run began; kept as {kept}")
-            kept.write_bytes(source)
 
     def log(self, what, *values):
         """One call of TensorBoard's writer, in the first process."""
@@ -1063,7 +1062,7 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. The loop.
+# 13. The loop.
 
 def check_log_probs(means, step, cfg, first_diff):
     """Raises RunStopped where the sampler has stale weights: it must not differ from the trainer by
@@ -1113,20 +1112,19 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
 
-        # 3. Lay the step out in (B, T) microbatches. The weight of each token in the loss is
-        #    fixed here, for the whole step: the gradient does not depend on the cut.
+        # 3. Lay the step out in (B, T) microbatches, with the weight of each token in the loss.
         batch = make_batch(responses, advantages, policy.device)
-        counted = batch["response_mask"]
+        in_loss = batch["response_mask"]
         if cfg.mask_truncated:
-            counted = counted & torch.tensor([[r.finished] for r in responses]).to(policy.device)
-        batch["weights"] = AVERAGES[cfg.loss_average](counted.float(), cfg.max_new_tokens)
+            in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
+        batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
         # Without a KL term rows without an advantage teach nothing. They have microbatches of their
         # own, without a backward pass, and are not counted in the means of entropy and clip_frac.
-        advantage = (batch["advantages"] * batch["response_mask"]).any(dim=1)
-        batch["counted"] = advantage[:, None] | (ref_model is not None) | ~advantage.any()
+        teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
+        batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
         n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
-        microbatches = [rows for part in (advantage, ~advantage) if part.any()
+        microbatches = [rows for part in (teaches, ~teaches) if part.any()
                         for rows in cut_microbatches(take_rows(batch, part),
                                                      cfg.max_tokens_per_microbatch)]
 
@@ -1183,7 +1181,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 
 
 # --------------------------------------------------------------------------------------------------
-# 13. The numbers.
+# 14. The numbers.
 
 LOGITS_AT_ONCE = 1 << 26  # float32 logits that a microbatch may hold, without support/
 
@@ -1233,8 +1231,9 @@ def choose(cfg):
         cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
+    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
     cfg.kl = kl_settings(cfg)
-    has_data = callable(cfg.task) or str(cfg.task) in TASKS or Path(str(cfg.task)).is_file()
+    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
     if cfg.loss_average not in AVERAGES:
         raise InputError(f"loss_average = {cfg.loss_average!r} is not known; "
                          f"{nearest(cfg.loss_average, AVERAGES)}")
@@ -1325,10 +1324,11 @@ def main(
     problems = load_problems(cfg)
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
-    problems = Problems(*(with_prompt_ids(some, policy, tokenizer, cfg) for some in problems))
-    if not (cfg.stop_token_ids and problems.train and problems.held_out):
-        raise InputError("no response could end (set the tokenizer's eos_token and save it), or "
-                         "no prompt fits into the model's context (lower max_new_tokens)")
+    problems = Problems(*(with_prompt_ids(part, policy, tokenizer, cfg) for part in problems))
+    if not cfg.stop_token_ids:
+        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
+    if not (problems.train and problems.held_out):
+        raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -1343,11 +1343,11 @@ def main(
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
     llm = None
     if cfg.engine == "vllm":
-        longest = max(len(problem["prompt_ids"]) for some in problems for problem in some)
+        longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
         llm = init_vllm(cfg.model_id, cfg.seed, longest + cfg.max_new_tokens, cfg.gpu_mem_util,
                         cfg.bf16)
-    learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, cfg.learning_rate, betas=(0.9, 0.95),
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
     run.open(policy, optimizer)
     watch = support.watch(run) if support else None  # 4. Looks on: warnings, samples, report.
@@ -1397,7 +1397,7 @@ def settings_from(arguments):
     if {"-h", "--help"} & {*arguments}:
         print(inspect.getsource(main).partition("\n):")[0] + "\n)")
         sys.exit()
-    names = [name for name in inspect.signature(main).parameters if name != "reward"]
+    names = [*inspect.signature(main).parameters]
     words = [word for text in arguments for word in text.split("=", 1 if text[:2] == "--" else 0)]
     settings = {}
     while words:
@@ -1414,7 +1414,7 @@ def settings_from(arguments):
 
 
 # --------------------------------------------------------------------------------------------------
-# 14. Quick tests.  They take about a second and run before main().
+# 15. Quick tests.  They take about a second and run before main().
 
 def expected_kl_gradient(logits, ref_logits, old_logits, kl):
     """The expected gradient of the KL term: over all tokens, as the old policy samples them."""

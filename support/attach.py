@@ -21,6 +21,7 @@ def check(run):
         cfg.model_id = tasks.TINY
     guards.lock(run)
     rules.check_resume(run)
+    rules.check_hub(cfg.model_id, cfg.task, cfg.eval_file)
     memory.check_fits(cfg)
     ranks.join(run)
     if cfg.engine == "vllm":

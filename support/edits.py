@@ -12,12 +12,12 @@ import starter
 SHIPPED = {
     "read_problems": "aedafcb45649",
     "draw_from": "3ae328c5981b",
-    "rows_to_decode": "34c90c59c133",
-    "decode": "fa3a88246e98",
+    "rows_to_decode": "fae64aaf7a54",
+    "decode": "f04e624a5a76",
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
-    "compute_loss": "3ad1a6377033",
+    "compute_loss": "455a4a8bc741",
     "grpo_microbatch_step": "be78c1278990",
     "accumulate_gradients": "790611ad5851",
 }

@@ -379,10 +379,10 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     def of_chunk(hidden, labels, ref_hidden):
         ref_logits = None
         with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-            logits = logits_from(model, hidden)
             if ref_hidden is not None:
                 with torch.no_grad():
                     ref_logits = logits_from(base, ref_hidden)
+            logits = logits_from(model, hidden)
         return tuple(starter.statistics_of_logits(logits, labels, temperature, ref_logits))
 
     head = model.get_output_embeddings()

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import textwrap
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,16 @@ def lock(run):
     LOCKED[run.folder] = file
 
 
+def keep_source(run):
+    """Puts starter.py into the run's folder. One that has changed since gets another name."""
+    source = Path(starter.__file__).read_bytes()
+    kept = run.folder / "starter.py"
+    if kept.is_file() and kept.read_bytes() != source:
+        kept = run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
+        print(f"resume: starter.py has changed since the run began; kept as {kept}")
+    kept.write_bytes(source)
+
+
 def peak_memory_gb():
     """Returns the most memory used so far: the GPU's where torch uses one, else this process's."""
     if torch.cuda.is_initialized():
@@ -67,6 +78,8 @@ class Guards:
     def __init__(self, run):
         self.run = run
         lock(run)
+        if run.is_first:
+            keep_source(run)
         if run.state["step"] == 0:
             lines = [f"    {name} = {value!r}" for name, value in run.settings.items()]
             run.log("add_text", "settings", "\n".join(lines), 0)  # comes after "samples"

@@ -49,7 +49,8 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
         of_layers = kept + 4 * config.hidden_size * config.num_hidden_layers
     at_once = max(64 * n_tokens, LOGITS_AT_ONCE["cpu" if cfg.device.type == "cpu" else "gpu"])
     logits = min(n_tokens * config.vocab_size, at_once)
-    head_gradient = 0 if cfg.lora_rank else 4 * config.vocab_size * config.hidden_size
+    n_head = config.vocab_size * config.hidden_size
+    rounded = 6 * n_head if cfg.engine == "vllm" and cfg.bf16 else 0  # see Float32Head
     sizes = {
         "libraries": 0.5e9 if cfg.device.type == "cpu" else 0,
         "weights": ((frozen if cfg.lora_rank else 4) * n_body + 4 * n_ends) / ranks,
@@ -59,7 +60,7 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
         "reference": (frozen * n_body + 4 * n_ends) * has_copy / ranks,
         "bf16 copies": 2 * cast if cfg.bf16 else 0,
         "activations": n_tokens * (of_layers + 2 * kept + 14 * config.hidden_size),
-        "head": head_gradient + 20 * logits,
+        "head": (0 if cfg.lora_rank else 4 * n_head) + rounded + 20 * logits,
     }
     return {name: size / 1e9 for name, size in sizes.items()}
 

@@ -53,10 +53,20 @@ def is_clip_range(value):
     return is_number(low) and is_number(high) and 0 <= low <= 0.99 and high >= 0
 
 
+def is_reward(function):
+    """Whether it can be called with a text, a problem and, if it asks for that, the Response."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind("", {}, **{"response": None} if "response" in signature.parameters else {})
+        return True
+    except (TypeError, ValueError):
+        return False
+
+
 def are_rewards(value):
     pairs = value if isinstance(value, (list, tuple)) else [(value, 1.0)]
     return bool(pairs) and all(isinstance(pair, (list, tuple)) and len(pair) == 2
-                               and callable(pair[0]) and is_number(pair[1]) for pair in pairs)
+                               and is_reward(pair[0]) and is_number(pair[1]) for pair in pairs)
 
 
 # By name: what is required, and whether a value is that
@@ -121,8 +131,9 @@ def check_kinds(cfg):
             continue
         if value is None:
             options = re.findall(r"'(\w+)'", words)
+            usual = "for example" if default is None and of_presets else "the default is"
             remedy = (starter.nearest(given, options) if options else
-                      f"the default is {getattr(default, '__name__', repr(default))}")
+                      f"{usual} {getattr(example, '__name__', repr(example))}")
             raise InputError(f"{name} = {given!r:.200} must be {words}; {remedy}")
         setattr(cfg, name, value)
         is_off = not cfg.use_kl_penalty and (name.startswith("kl_") or name in OF_A_RULE)
@@ -130,6 +141,8 @@ def check_kinds(cfg):
         if value != default and (is_off or is_unread):
             remedy = "use_kl_penalty = True" if is_off else "a kl_adaptation_method that reads it"
             raise InputError(f"{name} = {value!r} changes nothing; leave it out, or set {remedy}")
+    if str(cfg.device) == "mps" and not torch.backends.mps.is_available():
+        raise InputError("device = 'mps' but torch finds no such device here; use device = 'cpu'")
     gpu = re.fullmatch(r"cuda:?(\d*)", str(cfg.device))
     n_gpus = torch.cuda.device_count()
     if gpu and int(gpu[1] or 0) >= n_gpus:
@@ -143,8 +156,9 @@ def check_machine(cfg):
     is_folder = os.path.isdir(model_id)
     is_name = model_id == "tiny" or isinstance(model_id, str) and re.fullmatch(
         r"[\w-][\w.-]*/[\w.-]+", model_id)
+    has_adapters = (Path(model_id) / "adapter_config.json").is_file() if is_folder else False
     out_dir = Path(cfg.out_dir).absolute()
-    while not out_dir.exists() and out_dir != out_dir.parent:
+    while not os.path.exists(out_dir) and out_dir != out_dir.parent:
         out_dir = out_dir.parent
     for wrong, sentence in (
         (cfg.engine == "vllm" and not importlib.util.find_spec("vllm"),
@@ -160,6 +174,8 @@ def check_machine(cfg):
         (not is_folder and not is_name,
          f"model_id = {str(model_id)!r:.200} is no folder; give one, or a Hugging Face name like "
          f"'user/model', or {starter.nearest(model_id, ['tiny'])}"),
+        (has_adapters, f"model_id = {str(model_id)!r:.200} holds LoRA adapters; merge them into "
+         "their model with peft's merge_and_unload(), and give the folder where you save that"),
         (is_folder and not (Path(model_id) / "config.json").is_file(),
          f"model_id = {str(model_id)!r:.200} has no config.json; give a folder of save_pretrained"),
         (not (out_dir.is_dir() and os.access(out_dir, os.W_OK)),
@@ -167,6 +183,22 @@ def check_machine(cfg):
     ):
         if wrong:
             raise InputError(sentence)
+
+
+def check_hub(*names):
+    """Where the Hugging Face hub cannot be reached, says so at once, and has its libraries use
+    their cache only: otherwise they try again for more than a minute."""
+    from huggingface_hub import constants, get_session
+    on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.:-]+", str(name))
+              and not os.path.exists(name)]
+    if on_hub and not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=10)
+        except Exception as error:  # whatever a network can do
+            print(f"{constants.ENDPOINT} cannot be reached ({error!s:.100}): {', '.join(on_hub)} "
+                  "can come from its cache only")
+            constants.HF_HUB_OFFLINE = True
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for the library datasets
 
 
 def check_resume(run):
@@ -235,6 +267,9 @@ def notes(tokenizer, problems, cfg):
         (unknown,
          f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
          f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}"),
+        (cfg.warmup_steps > cfg.n_train_steps,
+         f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
+         "before its learning rate is reached"),
         (cfg.lora_rank and rate < 1e-4,
          f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
          "rate of all weights; SmolLM2 learnt with 2e-4"),

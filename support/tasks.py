@@ -153,6 +153,7 @@ QUESTION_PROMPT = (
     "{question}\nThink step by step in a few short lines, then give the answer alone in answer "
     "tags, for example <answer>42</answer>.")
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
+PACKED = {b"\x1f\x8b": "a gzip file", b"PK": "a zip file", b"PA": "a parquet file"}
 TABLES = (".csv", ".json", ".parquet")  # pandas converts them
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
@@ -188,7 +189,12 @@ def read_problems(source):
 def rows_of_file(path):
     """Yields (where it stands, the content) of each line of a JSONL file."""
     kind = path.suffix[1:] if path.suffix in TABLES else "json"
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); change that") from None
+    if content[:2] in PACKED:
+        raise InputError(f"{path} is {PACKED[content[:2]]}, not JSONL; unpack it")
     if kind != "json" or content.lstrip()[:1] == b"[":
         found = "a JSON array" if kind == "json" else path.suffix
         raise InputError(f"{path} is {found}, not JSONL with an object in each line; convert it: "
@@ -205,8 +211,8 @@ def rows_of_file(path):
             raise InputError(f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} after "
                              f"{error.start} others); save the file in that encoding") from None
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where} is not JSON ({error}); write one whole object into each "
-                             "line") from None
+            raise InputError(f"{where} is not JSON ({error}): {line.decode()!r:.80}; write one "
+                             "whole object into each line") from None
         yield where, row
 
 
@@ -238,6 +244,8 @@ def check_chat(chat, where):
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{where} has the role {role!r}; {starter.nearest(role, ROLES)}")
+    if all(message["role"] != "user" for message in chat):
+        raise InputError(f"{where} has a chat without a user's message; add one")
     if chat[-1]["role"] == "assistant":
         raise InputError(f"{where} has a chat that ends with the assistant's message, where the "
                          "response will stand; delete that message")
@@ -252,7 +260,7 @@ def column(row, names, types, where):
     if type(value) not in types:
         other = "chat messages" if list in types else "a number"
         raise InputError(f"{where} has {value!r:.80} under {key!r}; give a text or {other}")
-    if value == [] or not str(value).strip():
+    if value == [] or not str(value).strip() or value != value:
         raise InputError(f"{where} has nothing under {key!r}; fill it in, or delete that line")
     return key, value
 
@@ -273,4 +281,10 @@ def as_problem(row, where, notes):
         final = (BOXED.findall(final) or [final])[-1]
     if key == "solution" or mark:
         notes.add(f"of {key!r} the answer is what follows '####', or is in the last \\boxed")
+    if not final.strip() or "<answer>" in final:
+        raise InputError(f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the "
+                         "answer tags, without them")
+    if len(final) > 100:
+        notes.add("some answers have more than 100 characters, which hardly any response will "
+                  "equal: give a reward of your own")
     return row | {"prompt": prompt, "answer": final.strip()}

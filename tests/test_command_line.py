@@ -38,7 +38,9 @@ def test_arguments_become_parameters_of_main(arguments, expected):
     ("--lerning_rate 1e-4", "--lerning_rate is not --name value; did you mean 'learning_rate'?"),
     ("--seed 1 50", "50 is not --name value; use one of those that --help lists"),
     ("-seed 1", "-seed is not --name value; "),
-    ("--reward print", "--reward is not --name value; use one of "),  # a function is for main()
+    ("--lr 1e-4", "--lr is not --name value; did you mean 'lora_rank' or 'learning_rate'?"),
+    ("--batch_size 8", "--batch_size is not --name value; did you mean 'rollout_batch_size'?"),
+    ("--steps=9", "--steps is not --name value; did you mean 'n_train_steps' or 'beta_"),
 ])
 def test_wrong_argument_is_refused_with_the_nearest_name(arguments, sentence):
     with pytest.raises(InputError) as refusal:

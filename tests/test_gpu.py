@@ -23,12 +23,14 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device",
                         lambda device: told.current.append(torch.device(device).index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: told.current[-1])
+    monkeypatch.setattr(starter.Float32Head, "rounds", False)
     return told
 
 
 def test_a_gpu_gets_the_large_preset_bf16_and_vllm(gpus):
     cfg = starter.cfg_with(preset="auto", device="auto", bf16="auto")
     assert (cfg.device.type, cfg.bf16, cfg.engine) == ("cuda", True, "vllm")
+    assert starter.Float32Head.rounds  # as vLLM does
     assert cfg.model_id == starter.PRESETS["qwen3-1.7b"]["model_id"]
     assert starter.choose(cfg)[1].endswith("engine: vllm, which draws the tokens itself")
 
@@ -45,6 +47,23 @@ def test_vllm_starts_on_the_gpu_of_the_policy_with_a_float32_head(gpus, bf16):
         assert given["hf_overrides"] == {"head_dtype": "float32"} and given["dtype"] == "bfloat16"
     else:
         assert given["hf_overrides"] == {} and given["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("bf16, rounds", [(False, True), (True, False), (True, True)])
+def test_head_rounds_its_inputs_as_vllm_does_where_that_samples_in_bf16(monkeypatch, bf16, rounds):
+    monkeypatch.setattr(starter.Float32Head, "rounds", rounds)
+    torch.manual_seed(0)
+    head = starter.Float32Head(64, 8, bias=False)
+    hidden = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = head(hidden)
+    logits.sum().backward()
+    inputs = [hidden.double(), head.weight.detach().double()]
+    if bf16 and rounds:
+        inputs = [x.bfloat16().double() for x in inputs]
+    torch.testing.assert_close(logits.double(), inputs[0] @ inputs[1].T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(head.weight.grad.double(), inputs[0].sum(0).expand(8, 64), rtol=4e-3,
+                               atol=4e-3)
 
 
 def test_cache_of_vllm_can_be_given_in_gb(gpus):

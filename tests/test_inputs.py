@@ -8,13 +8,14 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy
 import pytest
 import torch
 
 import starter
-from starter import InputError
+from starter import InputError, reward_fn
 from support import kl_checks, rules
 
 from conftest import make_tokenizer, settings
@@ -50,6 +51,7 @@ BAD = [
     (dict(seed=-1), "seed = -1 " + WHOLE.format(0) + "0"),
     (dict(seed=0.5), "seed = 0.5 " + WHOLE.format(0)),
     (dict(seed=10**400), r"seed = 10{198,}\.* ?" + WHOLE.format(0)),
+    (dict(n_train_steps=(1, 0)), r"n_train_steps = \(1, 0\) must be a whole .*; for example 150"),
     (dict(group_size=1), "group_size = 1 " + WHOLE.format(2) + "8"),
     (dict(group_size=None), "group_size = None " + WHOLE.format(2)),
     # Numbers
@@ -63,6 +65,7 @@ BAD = [
     (dict(engine="vlm"), "engine = 'vlm' must be .*; did you mean 'vllm'?"),
     (dict(device="cdua"), "device = 'cdua' must be .*; did you mean 'cuda'?"),
     # What is not there, or does not fit together
+    (dict(device="mps"), "device = 'mps' but torch finds no such device here; use device = 'cpu'"),
     (dict(device="cuda:99"), r"device = 'cuda:99' but there are \d+ CUDA GPUs here; use device = "),
     (dict(model_id=Path("nowhere/model")), "model_id = 'nowhere/model' is no folder; give one"),
     (dict(model_id="tinny"), "model_id = 'tinny' is no folder; .*did you mean 'tiny'?"),
@@ -75,7 +78,8 @@ BAD = [
     (dict(resume=2), "resume = 2 must be True or the folder of a run; the default is None"),
     *((dict(reward=reward), r"reward = .* must be a function \(response_text, problem\) -> number "
                             r"or a list of \(function, weight\); the default is reward_fn")
-      for reward in ("exact", None, [], [len], [(len, "1")], [(len, math.nan)])),
+      for reward in ("exact", None, [], [reward_fn], [(reward_fn, "1")], [(reward_fn, math.nan)],
+                     len, lambda text: 1.0, lambda text, problem, answer: 1.0)),
     # What changes nothing
     (dict(kl_coef=0.1), f"kl_coef = 0.1 {NOTHING}use_kl_penalty = True"),
     (dict(beta_min=0.1), f"beta_min = 0.1 {NOTHING}use_kl_penalty = True"),
@@ -114,6 +118,27 @@ def test_every_default_and_every_preset_passes_before_and_after_it_is_chosen():
         chosen = dict(vars(cfg))
         rules.check_settings(cfg)
         assert vars(cfg) == chosen
+
+
+@pytest.mark.parametrize("name", ["user/model", "user/data:main:test", "countdown", None])
+def test_hub_that_cannot_be_reached_is_named_once_and_its_cache_used(name, monkeypatch, capsys):
+    import huggingface_hub
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    session = mock.Mock(**{"head.side_effect": OSError("no route")})
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
+    for _ in range(2):
+        rules.check_hub(name, Path(__file__))
+    is_on_hub = "/" in str(name)
+    assert session.head.call_count == is_on_hub == huggingface_hub.constants.HF_HUB_OFFLINE
+    said = f"cannot be reached (no route): {name} can come from its cache only\n"
+    assert capsys.readouterr().out.endswith(said if is_on_hub else "")
+
+
+def test_adapters_of_lora_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    text = refusal(rules.check_settings, cfg_of(model_id=tmp_path))
+    assert "holds LoRA adapters; merge them into their model with peft's merge_and_unload()" in text
 
 
 def test_code_of_a_model_is_neither_run_nor_asked_for(checkpoint, tmp_path, monkeypatch):
@@ -236,6 +261,7 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, word
 @pytest.mark.parametrize("changes, n_held_out, words", [
     (dict(), 30, []), (dict(), 29, ["29 held-out problems are too few"]),
     (dict(n_eval_problems=5), 5, []),  # as few as were asked for
+    (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
     (dict(learning_rate=7e-6), 30, ["was found for Qwen/Qwen3-1.7B; "]),
     (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])
 def test_notes_say_what_is_often_a_mistake(checkpoint, changes, n_held_out, words):

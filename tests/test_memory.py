@@ -34,6 +34,9 @@ def test_what_is_in_memory_is_counted_by_hand(qwen):
     by_hand = {"weights": 4 * n, "gradients": 4 * n, "moments": 8 * n, "reference": 4 * n}
     sizes = memory.predicted_gb(qwen, cfg_of(), 4096)
     assert by_hand == pytest.approx({name: sizes[name] * 1e9 for name in by_hand})
+    beside_vllm = memory.predicted_gb(qwen, cfg_of(engine="vllm"), 4096)["head"]
+    rounded = 2 + 4  # bytes of each weight of the head: in bf16, and in float32 again
+    assert beside_vllm == pytest.approx(sizes["head"] + rounded * EMBEDDING / 1e9)
     halves = memory.predicted_gb(qwen, cfg_of(), 8192, ranks=2)
     for name, size in sizes.items():
         twice = 2 if name == "activations" else 0.5 if name in by_hand else 1

@@ -104,7 +104,7 @@ def test_columns_of_gsm8k_and_math_are_understood_and_said(row, key, answer, tmp
 
 
 @pytest.mark.parametrize("line, message", [
-    (b"{", r"line 2 is not JSON \(.*\); write one whole object into each line"),
+    (b"{", r"line 2 is not JSON \(.*\): '{'; write one whole object into each line"),
     (b"[" * 100_000, r"line 2 is not JSON \(.*recursion"),
     (rb'{"prompt": "half of one: \ud83d", "answer": "1"}', "line 2 is not JSON .*surrogates"),
     (b'{"prompt": "caf\xe9", "answer": "1"}',
@@ -115,6 +115,11 @@ def test_columns_of_gsm8k_and_math_are_understood_and_said(row, key, answer, tmp
     (b'{"prompt": "a", "answer": null}', "line 2 has None under 'answer'; give a text or a numb"),
     (b'{"question": 3, "answer": 1}', "line 2 has 3 under 'question'; give a text or chat"),
     (b'{"prompt": " ", "answer": "1"}', "line 2 has nothing under 'prompt'; fill it in, or delete"),
+    (b'{"prompt": "a", "answer": NaN}', "line 2 has nothing under 'answer'; fill it in, or delete"),
+    (b'{"prompt": "a", "answer": "5 ####"}', "line 2 has '5 ####' under 'answer'; write what"),
+    (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "line 2 has '<answer>5</answer>' under "),
+    (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}',
+     "line 2 has a chat without a user's message; add one"),
     (b'{"prompt": [], "answer": "1"}', "line 2 has nothing under 'prompt'; fill it in"),
     (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}',
      "line 2 has the chat message {'from': 'human', .*; give it a 'role' and a text under 'cont"),
@@ -131,14 +136,21 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
     assert str(error.value).startswith(f"{path} line 2 ") and len(str(error.value)) < 400
 
 
+def test_answers_of_many_words_are_said(tmp_path, capsys):
+    tasks.read_problems(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "x " * 60}]))
+    assert "some answers have more than 100 characters" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name, content, message", [
     ("a.csv", "prompt,answer\n1,1\n", r"is \.csv, not JSONL .*; convert it: pandas.read_csv\('a"),
     ("a.json", '\n [{"prompt": "a", "answer": "1"}]', r"is a JSON array, not JSONL with an object "
      r"in each line; convert it: pandas.read_json\('a.json'\).to_json\('a.jsonl', orient='record"),
+    ("a.jsonl.gz", "\x1f\x8b", "is a gzip file, not JSONL; unpack it"),
+    ("b.jsonl", "PAR1", "is a parquet file, not JSONL; unpack it"),
     ("a.jsonl", "\n \n", "has no lines; write one JSON object with 'prompt' and 'answer' int"),
 ])
 def test_file_of_another_form_is_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, "latin-1")
     with pytest.raises(InputError, match=message):
         tasks.read_problems(str(tmp_path / name))
 

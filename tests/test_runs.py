@@ -208,17 +208,17 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
 
 def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, n_train_steps=1)
-    older, newer = (run("alone", **given, run_name=name)["run_folder"] for name in ("b", "a"))
+    older, newer = (run("support", **given, run_name=name)["run_folder"] for name in ("b", "a"))
     assert older.name < newer.name and older.name.endswith("_b")
     shutil.copytree(checkpoint, tmp_path / "z_model")  # no run, but it has a config.json
     (tmp_path / "z_empty").mkdir()
     (newer / "starter.py").write_text("# edited since")
-    resumed = run("alone", **given | dict(n_train_steps=2, resume=True))
+    resumed = run("support", **given | dict(n_train_steps=2, resume=True))
     assert resumed["run_folder"] == newer
     assert (newer / "starter.py").read_text() == "# edited since"
     present = Path(starter.__file__).read_bytes()
     assert (newer / "starter_from_step_2.py").read_bytes() == present
-    run("alone", **given | dict(n_train_steps=3, resume=str(older)))
+    run("support", **given | dict(n_train_steps=3, resume=str(older)))
     assert [list(scalars(folder)["train/loss"]) for folder in (older, newer)] == [[1, 2, 3], [1, 2]]
 
 
@@ -244,7 +244,7 @@ def test_absent_run_is_one_sentence(checkpoint, tmp_path):
 
 def test_run_that_failed_while_loading_leaves_no_folder(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path / "runs", max_new_tokens=300)  # of 256 in the context
-    with pytest.raises(InputError, match="no prompt fits into the model's context"):
+    with pytest.raises(InputError, match="too few prompts fit into the model's context"):
         run("alone", **given)
     assert not (tmp_path / "runs").exists()
 
