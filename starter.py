@@ -8,7 +8,8 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
 
-It reads in the order in which the data flows, from problems to the loop and its numbers.
+It reads in the order in which the data flows, from problems to the loop and its numbers. The
+algorithm is in sections 6 to 10 and 13; what stands around them can wait.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -70,7 +71,7 @@ def nearest(value, options):
     """Returns a remedy: the options that were probably meant, or all of them."""
     value = str(value).lower()
     parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
-    near = parts[:3] or difflib.get_close_matches(value, options, n=1)
+    near = parts[:3] or difflib.get_close_matches(value, options, n=1, cutoff=0.7)
     others = ", ".join(map(repr, options)) if len(options) < 20 else "those that --help lists"
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {others}"
 
@@ -444,7 +445,7 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; the last that it has counts. support/tasks.py adds that of Countdown.
+# By a key of the problem; the last that it has counts. Countdown's is in support/tasks.py.
 SCORERS = {"answer": score_answer}
 
 
@@ -578,7 +579,8 @@ class TokenStatistics(NamedTuple):
 def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     """(N, V) logits of the policy and, with a reference, of the reference, (N,) labels ->
     TokenStatistics of (N,) tensors. All that the loss knows of the logits is computed here. A token
-    that is forbidden (logit -inf) counts as 0 in the sums and in their gradients."""
+    that is forbidden (logit -inf) counts as 0 in the sums and in their gradients; one that only the
+    reference forbids makes the KL infinite."""
     labels = labels[:, None]
     log_p = scale_logits(logits, temperature).log_softmax(dim=1)
     log_probs = log_p.gather(1, labels)[:, 0]
@@ -613,7 +615,8 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
 
 def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0,
                            bf16=False):
-    """(B, T) ids and labels -> (B, T) float32 log p(label | what is before it), 0 where masked."""
+    """(B, T) ids and labels -> (B, T) float32 log p(label | what is before it), 0 where masked. For
+    programs of yours: training takes token_statistics."""
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
     rows = {"input_ids": input_ids, "labels": labels, "response_mask": mask.bool()}
     return token_statistics(model, rows, temperature, bf16).log_probs
@@ -651,8 +654,9 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                 "clip_frac_low": too_low, "clip_frac_high": too_high}
     if ref_log_probs is not None:
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        sampler = old_log_probs if sampler_log_probs is None else sampler_log_probs
-        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler, mask, kl, exact_kl)
+        sampler_log_probs = old_log_probs if sampler_log_probs is None else sampler_log_probs
+        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl,
+                                    exact_kl)
         metadata |= of_kl
         if kl_coef and kl.placement != "reward":
             loss = loss + kl_coef * penalty
@@ -677,9 +681,9 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     rows["old_log_probs"], those of the policy that sampled (ratio = 1); later epochs keep them.
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
-    graph = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # The loss, and terms of yours, use copies: if it has no slope at them, nothing is learnt.
-    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in graph))
+    attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    # Two backward passes: from the loss to these copies, then, if it has a slope there, to weights.
+    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
@@ -691,15 +695,16 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # The sampler's engine computes slightly other log-probs than the trainer; both terms are
     # corrected for it (truncated importance sampling, arXiv:2508.04700).
     sampler_error = old_log_probs - rows["rollout_log_probs"]
-    sampler = None
+    sampler_log_probs = None
     if cfg.importance_cap is not None:
-        sampler = rows["rollout_log_probs"]
+        sampler_log_probs = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl, sampler)
+                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl,
+                                  sampler_log_probs)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
-    slopes = [(x, copied.grad) for x, copied in zip(graph, statistics) if copied.grad is not None]
+    slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
     if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
         torch.autograd.backward(*zip(*slopes))
     if ref_model is not None:
@@ -727,7 +732,7 @@ def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, k
 # Below, d = log pi - log ref, at a token that was sampled.
 
 # d -> an estimate of KL(policy || reference) in nats, at a token that the policy sampled. These are
-# values to report. Their derivatives are another matter: see kl_with_gradient.
+# values to report. Their derivatives are another matter: see kl_penalty.
 ESTIMATORS = {
     "k1": lambda d: d,  # unbiased, can be negative
     "k2": lambda d: d.square() / 2,  # biased
@@ -748,40 +753,33 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
 
 
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl, exact_kl=None):
-    """(B, T) log-probs, KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exact_kl=None):
+    """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
 
-    Placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
+    s.gradient "reverse": that of each token's KL(policy || reference), whoever sampled the token:
+    ratio * d * grad log pi. The caps bound it, and bias it there. "as_written": autograd through
+    the estimator, to reproduce papers. exact_kl, of an estimator in EXACT, has its own gradient.
+
+    s.placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
     (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
     gradient of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell).
     "reward": the KL is in the advantages."""
-    raw = kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl)
-    adapted = penalty = kl.adapted(raw, mask)
+    d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped = ratio.clamp(max=kl.ratio_cap)
-    if kl.placement == "loss_to_go":
+    capped = ratio.clamp(max=s.ratio_cap)
+    if s.estimator in EXACT and exact_kl is not None:
+        kl = exact_kl
+    elif s.gradient == "as_written":
+        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
+    else:
+        cut = d.clamp(-s.log_ratio_cap, s.log_ratio_cap)
+        value = compute_kl_divergence(cut.clamp(-20, 20), torch.zeros_like(d), s.estimator)
+        kl = with_gradient_of(value, capped * cut * policy_log_probs)
+    adapted = penalty = s.adapted(kl, mask)
+    if s.placement == "loss_to_go":
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
-    d = (policy_log_probs - ref_log_probs).detach()
-    return penalty, kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl)
-
-
-def kl_with_gradient(policy_log_probs, ref_log_probs, sampler_log_probs, kl, exact_kl=None):
-    """(B, T) log-probs, KLSettings -> (B, T) KL, with the estimator's value.
-
-    "reverse": its gradient is r * d * grad log pi with r = pi / sampler, which is that of each
-    token's KL(policy || reference), whoever sampled it. r is cut at kl.ratio_cap and d at
-    +-kl.log_ratio_cap, which bounds the gradient and biases it there. "as_written": autograd
-    through the estimator, to reproduce papers. Of the estimators in EXACT, exact_kl (B, T) brings
-    value and gradient, whatever kl.gradient says."""
-    if kl.estimator in EXACT and exact_kl is not None:
-        return exact_kl
-    if kl.gradient == "as_written":
-        return compute_kl_divergence(policy_log_probs, ref_log_probs, kl.estimator)
-    d = (policy_log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach().clamp(max=kl.ratio_cap)
-    value = compute_kl_divergence(d.clamp(-20, 20), torch.zeros_like(d), kl.estimator)
-    return with_gradient_of(value, ratio * d * policy_log_probs)
+    return penalty, kl_metadata(d, ratio, capped, kl, adapted, s, exact_kl)
 
 
 def with_gradient_of(value, surrogate):
@@ -794,27 +792,27 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, kl):
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, s):
     """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages, less kl_coef *
     KL of this token and of all later ones: with k1 the gradient of the whole response's KL, where
     the loss divides by a constant. With a term rule each token pays for all tokens, as in print."""
-    d = (log_probs - ref_log_probs).detach().clamp(-kl.log_ratio_cap, kl.log_ratio_cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), kl.estimator)
-    to_go = sum_to_go(kl.adapted(penalty, mask), mask)
-    return advantages - kl_coef * (to_go[:, :1] if kl.rule_among(TERM_RULES) else to_go)
+    d = (log_probs - ref_log_probs).detach().clamp(-s.log_ratio_cap, s.log_ratio_cap)
+    penalty = compute_kl_divergence(d, torch.zeros_like(d), s.estimator)
+    to_go = sum_to_go(s.adapted(penalty, mask), mask)
+    return advantages - kl_coef * (to_go[:, :1] if s.rule_among(TERM_RULES) else to_go)
 
 
-def kl_metadata(d, ratio, capped, raw, adapted, kl, exact_kl):
+def kl_metadata(d, ratio, capped, kl, adapted, s, exact_kl):
     """For the log: (B, T) of each kind. A token counts pi / sampler times, like in the gradient."""
     estimates = {name: capped * value(d.clamp(-20, 20)) for name, value in ESTIMATORS.items()}
-    is_exact = kl.estimator in EXACT
-    gradient_has_ratio = kl.gradient == "reverse" and kl.placement == "loss" and not is_exact
-    is_cut = (ratio > kl.ratio_cap) & (gradient_has_ratio or kl.placement == "loss_to_go")
+    is_exact = s.estimator in EXACT
+    gradient_has_ratio = s.gradient == "reverse" and s.placement == "loss" and not is_exact
+    is_cut = (ratio > s.ratio_cap) & (gradient_has_ratio or s.placement == "loss_to_go")
     return {
-        "kl_penalty_mean": raw if is_exact else estimates[kl.estimator],
+        "kl_penalty_mean": kl if is_exact else estimates[s.estimator],
         "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
         "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": is_cut | (d.abs() > kl.log_ratio_cap),
+        "kl_capped_frac": is_cut | (d.abs() > s.log_ratio_cap),
         **{f"kl_{name}": values for name, values in estimates.items()},
     }
 
@@ -826,7 +824,7 @@ TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # it acts in KLSettings.
 
 @dataclass(frozen=True)
 class KLSettings:
-    """Everything about the KL term but its coefficient. main() explains the choices."""
+    """The KL term but for its coefficient. main() has a run's values; ratio_cap is set here."""
     estimator: str = "k3"
     gradient: str = "reverse"
     placement: str = "loss"
@@ -838,7 +836,7 @@ class KLSettings:
     beta_min: float = 0.0
     beta_schedule_steps: int = 1000
     max_new_tokens: int = 256  # the divisor of "length_normalized_sound"
-    ratio_cap: float = 2.0  # pi / old is cut here in the gradient; math.inf is exact, but unbounded
+    ratio_cap: float = 2.0  # pi / sampler is cut here in the gradient; inf is exact, but unbounded
 
     def __post_init__(self):
         """Raises InputError for a value that is not known: it would act like another."""
@@ -1074,9 +1072,10 @@ def check_log_probs(means, step, cfg, first_diff):
     text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
     if limit is not None and not diff <= limit:
         if step > 1 or cfg.engine == "vllm":
-            raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights; "
-                             "check load_policy_into_vllm_instance. To sample off-policy on "
-                             "purpose, see max_sampler_diff and recipes/off_policy.patch")
+            raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights "
+                             "(check load_policy_into_vllm_instance), or draws by other log-probs "
+                             "than the loss takes; if on purpose, set max_sampler_diff = None and "
+                             "see recipes/off_policy.patch")
         print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree")
     moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
     if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
@@ -1119,8 +1118,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
-        # Without a KL term rows without an advantage teach nothing. They have microbatches of their
-        # own, without a backward pass, and are not counted in the means of entropy and clip_frac.
+        # Without a KL term rows without an advantage teach nothing: in microbatches of their own
+        # have_slope skips their backward pass, and the log's means do not count them.
         teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
         batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
         n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
@@ -1157,7 +1156,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         # 5. Log, evaluate and save.
         seconds = time.perf_counter() - start
         metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
-        metrics |= {"lr": group["lr"], "response_length": n_tokens / len(responses),
+        metrics |= {"lr": optimizer.param_groups[0]["lr"],
+                    "response_length": n_tokens / len(responses),
                     "truncated_frac": sum(not r.finished for r in responses) / len(responses),
                     "tokens_per_s": n_tokens / seconds, "skipped_steps": len(state["skipped"]),
                     "time/rollout": rollout_seconds, "time/total": seconds}

@@ -509,7 +509,8 @@ def test_kl_of_distant_policies_is_finite_and_its_gradient_is_the_log_ratio():
 def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
     policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -1.0]]) - torch.tensor([1.5, 10.0]).log()
-    kl = starter.kl_with_gradient(policy, torch.tensor([[-2.0, -2.0]]), old, cfg_with().kl)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    kl, _ = starter.kl_penalty(policy, torch.tensor([[-2.0, -2.0]]), old, mask, cfg_with().kl)
     kl.sum().backward()
     torch.testing.assert_close(policy.grad, torch.tensor([[1.5, 2.0]]))  # ratio * d, and d = 1
 
@@ -862,8 +863,8 @@ def check(step=5, diff=0.0, first_diff=None, kl_k2=0.0, **changes):
 def test_check_log_probs_stops_the_run_of_a_stale_sampler():
     """The limit is 0.001 nats in float32, 0.02 in bf16, plus four times the first difference."""
     with pytest.raises(RunStopped, match="step 5: sampler and trainer disagree by 0.002 nats .*stal"
-                                         "e or other weights; .* see max_sampler_diff and recipes/o"
-                                         "ff_policy.patch"):
+                                         "e or other weights .* set max_sampler_diff = None and see"
+                                         " recipes/off_policy.patch"):
         check(diff=0.002)
     for limit, changes in (
             (0.001, {}), (0.005, dict(first_diff=1e-3)), (0.02, dict(bf16=True)),

@@ -233,10 +233,11 @@ def gpu_rows():
     import starter
     from support.memory import predicted_gb
     rows = []
-    for changes in ({}, dict(gradient_checkpointing=True), dict(lora_rank=16),
-                    dict(lora_rank=16, gradient_checkpointing=True)):
+    small = dict(lora_rank=16, gradient_checkpointing=True)
+    for changes in ({}, dict(use_kl_penalty=False), dict(gradient_checkpointing=True),
+                    dict(lora_rank=16), small, small | dict(frozen_in_bf16=True)):
         cfg = starter.cfg_with(preset="qwen3-1.7b", device="cuda", bf16=True, engine="vllm",
-                               use_kl_penalty=True, **changes)
+                               **dict(use_kl_penalty=True) | changes)
         for model, shape in QWEN3.items():
             parts = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)
             with_vllm = sum(parts.values()) + parts["weights"] / 2  # in bf16

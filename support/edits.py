@@ -17,8 +17,8 @@ SHIPPED = {
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
-    "compute_loss": "455a4a8bc741",
-    "grpo_microbatch_step": "be78c1278990",
+    "compute_loss": "9caa07ac4c9d",
+    "grpo_microbatch_step": "58d7e1b1b807",
     "accumulate_gradients": "790611ad5851",
 }
 

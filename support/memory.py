@@ -100,7 +100,8 @@ def check_fits(cfg):
     if needed <= free:
         return
     remedy = "more memory"
-    for changes in ({"lora_rank": 16, "gradient_checkpointing": True}, {"lora_rank": 16},
+    small = {"lora_rank": 16, "gradient_checkpointing": True}
+    for changes in (small | {"frozen_in_bf16": bool(cfg.bf16)}, small, {"lora_rank": 16},
                     {"use_kl_penalty": False}):  # the last that fits costs least
         if needed_gb(**changes) <= free:
             remedy = " and ".join(f"{name} = {value!r}" for name, value in changes.items())

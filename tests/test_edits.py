@@ -92,7 +92,7 @@ class Edit(NamedTuple):
 
 
 KL = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")
-AFTER_SOFTMAX = "    greedy = temperature == 0"
+AFTER_SOFTMAX = "    tokens = draw_from(probs, uniform) if"
 
 EDITS = dict(
     entropy_bonus=Edit({

@@ -50,6 +50,7 @@ def test_what_is_in_memory_is_counted_by_hand(qwen):
 
 @pytest.mark.parametrize("changes, free, remedy", [
     (dict(), 24.0, "lora_rank = 16"), (dict(), 36.0, "use_kl_penalty = False"),
+    (dict(), 7.0, "lora_rank = 16 and gradient_checkpointing = True and frozen_in_bf16 = True"),
     (dict(), 2.0, "more memory"), (dict(), 80.0, ""), (dict(use_kl_penalty=False), 36.0, ""),
     (dict(lora_rank=16), 24.0, "")])
 def test_run_that_cannot_fit_is_refused_with_what_would_fit(qwen, tmp_path, monkeypatch, changes,

@@ -20,8 +20,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 TEXT = (REPOSITORY / "starter.py").read_text("utf-8")
 PAIRS = ["+".join(pair) for pair in itertools.product(  # of an advantage and a loss
     ("rloo", "maxrl", "length_reward"), ("gspo", "cispo", "entropy_bonus"))]
-SAME_LINES = [{"cispo", "gspo"}, {"curriculum", "dynamic_sampling"}, {"curriculum", "off_policy"},
-              {"dynamic_sampling", "off_policy"}]
+SAME_LINES = [{"cispo", "gspo"}, {"curriculum", "off_policy"}]
 
 
 def git_apply(name, folder):
@@ -224,15 +223,6 @@ def test_moving_reference_is_reset(checkpoint, tmp_path):
     kl = whole["train/kl_per_token"]
     assert min(kl[2], kl[4]) > 1e-4 and max(kl[3], kl[5]) < 1e-6
     assert kl == resumed["train/kl_per_token"] and whole["train/loss"] == resumed["train/loss"]
-
-
-def test_dynamic_sampling_draws_until_enough_groups_differ(checkpoint, tmp_path):
-    def reward(text, problem):
-        return variety(text, problem) * (int(problem["answer"]) % 2)  # else all are equal
-
-    given = settings(checkpoint, tmp_path, n_train_steps=4, reward=reward)
-    log = scalars(load("dynamic_sampling", tmp_path).main(**given)["run_folder"])
-    assert sum(log["train/frac_zero_std"].values()) < 0.5  # else about 2 of 4
 
 
 def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, tmp_path):
