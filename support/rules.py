@@ -14,7 +14,7 @@ import torch
 
 import starter
 from starter import InputError
-
+from support.tasks import HUB_NAME, TABLES
 
 # The smallest and the largest value of a number
 LIMITS = {
@@ -189,8 +189,8 @@ def check_hub(*names):
     """Where the Hugging Face hub cannot be reached, says so at once, and has its libraries use
     their cache only: otherwise they try again for more than a minute."""
     from huggingface_hub import constants, get_session
-    on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.:-]+", str(name))
-              and not os.path.exists(name)]
+    on_hub = [name for name in names if HUB_NAME.fullmatch(str(name))
+              and not os.path.exists(name) and Path(name).suffix not in (*TABLES, ".jsonl")]
     if on_hub and not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=10)
