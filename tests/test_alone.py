@@ -45,7 +45,7 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
     assert crash_test.outcome(alone / "a") == crash_test.outcome(alone / "b")
     for folder in alone.glob("?/runs/*"):
         names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}
-        assert names == {"events", "settings", "starter", "model", "checkpoint"}
+        assert names == {"events", "settings", "model", "checkpoint"}
         logged = scalars(folder)
         assert list(logged["eval/solved"]) == [0, 3, 6]
         assert len(set(logged["adaptive_kl/current_beta"].values())) == 6
