@@ -1485,8 +1485,8 @@ def test_functions():
             globals()[name]()
             print(f"ok: {title}")
         except Exception as error:  # an edit above
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"FAILED: {title} no longer holds ({reason:.80})")
+            line = (error.__traceback__.tb_next or error.__traceback__).tb_lineno
+            print(f"FAILED: {title} no longer holds (line {line}: {error!r:.80})")
 
 
 if __name__ == "__main__":
