@@ -10,6 +10,7 @@ import copy
 import itertools
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -114,9 +115,11 @@ def test_quick_tests_print_one_line_each_and_go_on_after_a_failure(capsys, monke
     with mock.patch.object(starter, "compute_loss", side_effect=KeyError("two\nlines")):
         starter.test_functions()
     failed, *others = [name.removeprefix("test_").replace("_", " ") for name in QUICK_TESTS]
+    source = Path(starter.__file__).read_text("utf-8").partition("ours = expected_kl_gradient(")
+    line = source[0].count("\n") + 1
     assert capsys.readouterr().out.splitlines() == [
         "=== Running Quick Tests ===",
-        f"FAILED: {failed} no longer holds (KeyError: 'two\\nlines')",
+        f"FAILED: {failed} no longer holds (line {line}: KeyError('two\\nlines'))",
         *(f"ok: {title}" for title in [*others, "below"])]
 
 
