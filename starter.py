@@ -14,8 +14,7 @@ algorithm is in sections 6 to 10 and 13; what stands around them can wait.
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-the KL term reports k3 but has the gradient of KL(policy || reference), which k3's own is not; and
-the sampler's log-probs correct for what its engine computes differently.
+the KL term reports k3 but has the gradient of KL(policy || reference), which k3's own is not.
 
 The folder support/ is optional: it makes the same computation faster, adds LoRA and several
 processes, and watches over a run. What you change here is what runs.
@@ -68,7 +67,7 @@ class RunStopped(RuntimeError):
 
 
 def nearest(value, options):
-    """Returns a remedy: the options that were probably meant, or all of them."""
+    """Returns a remedy: options with that part, those initials or a near spelling, or all."""
     value = str(value).lower()
     parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
     near = parts[:3] or difflib.get_close_matches(value, options, n=1, cutoff=0.7)
@@ -80,8 +79,8 @@ MECHANICS = {}  # by name: functions of support/ that run in the place of those 
 
 
 def mechanics(function):
-    """Marks a function in whose place support/ runs a faster one, with the same results, as long as
-    the source of this one is as it was shipped. The log says so."""
+    """Marks a function in whose place support/ may run its own, with the same results: a faster one
+    as long as the source of this one is as it was shipped, or one that calls this one."""
     @functools.wraps(function)
     def call(*args, **settings):
         return MECHANICS.get(function.__name__, function)(*args, **settings)
@@ -116,7 +115,7 @@ def read_problems(source):
 
 
 def problems_of_files(cfg):
-    """Problems of cfg.task and cfg.eval_file; without that, a quarter is held out."""
+    """Problems of cfg.task and cfg.eval_file; without an eval_file a quarter is held out."""
     sides = {False: [], True: []}
     for problem in read_problems(cfg.task):
         sides[cfg.eval_file is None and is_held_out(problem["prompt"])].append(problem)
@@ -146,13 +145,13 @@ def load_problems(cfg):
 
 
 def problems_of_step(problems, step, n, seed):
-    """Returns the n problems of this step (from 0). The list is reshuffled each epoch. The result
-    depends only on step and seed, so that a resumed run sees the same problems."""
-    first_epoch, start = divmod(step * n, len(problems))
+    """Returns the n problems of this step (from 0). Each pass over the list has an order of its
+    own. The result depends only on step and seed: a resumed run sees the same problems."""
+    first_pass, start = divmod(step * n, len(problems))
     order = []
     while len(order) < start + n:
-        epoch = first_epoch + len(order) // len(problems)
-        order += random.Random(f"{seed} {epoch}").sample(range(len(problems)), len(problems))
+        number = first_pass + len(order) // len(problems)
+        order += random.Random(f"{seed} {number}").sample(range(len(problems)), len(problems))
     return [problems[i] for i in order[start:start + n]]
 
 
@@ -161,7 +160,7 @@ def problems_of_step(problems, step, n, seed):
 
 class Float32Head(torch.nn.Linear):
     """An LM head in float32 under autocast, too: bf16 would round its logits by up to 0.06. Where
-    vLLM samples in bf16 its inputs are rounded, as vLLM rounds them; its sums never are."""
+    vLLM samples in bf16, hidden states and weights are rounded as it rounds them; sums never."""
     rounds = False
 
     def forward(self, hidden):
@@ -276,6 +275,7 @@ def load_policy_into_vllm_instance(policy, llm):
 # 4. Rollout.  Prompts -> group_size responses to each, with the log-prob of every sampled token.
 
 TOKENS_AT_ONCE = 1 << 16  # prompts and responses that are decoded together, at most
+LOGITS_AT_ONCE = 1 << 26  # float32 logits that a microbatch may hold, without support/
 
 
 class Response(NamedTuple):
@@ -286,7 +286,7 @@ class Response(NamedTuple):
 
 
 def seed_for(cfg, purpose):
-    """Returns the seed of a step or of another purpose; seeds the global generators for rewards."""
+    """Returns the seed of a step or of another purpose. Global generators get it, for rewards."""
     import numpy
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
@@ -336,7 +336,7 @@ def draw_tokens(logits, uniform, temperature):
 @mechanics
 def rows_to_decode(prompts, max_new_tokens):
     """Prompts -> lists of the indices of those that are decoded together. They have equal lengths:
-    recurrent and sliding-window layers would count padding before the response as tokens."""
+    recurrent and sliding-window layers would read padding before the response as text."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
         n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
@@ -353,7 +353,7 @@ def decode(policy, prompts, cfg):
     has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
     n_read = 0
     while True:
-        if has_rope and "position_ids" in accepted:  # some do not count on by themselves
+        if has_rope and "position_ids" in accepted:  # some begin again at 0 with a cache
             inputs["position_ids"] = n_read - 1 + torch.ones_like(new_ids).cumsum(dim=1)
         out = policy(input_ids=new_ids, **inputs)
         tokens = yield out.logits[:, -1]
@@ -381,7 +381,7 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
                                for generator in generators]).to(policy.device)
         decoder = decode(policy, [prompts[i] for i in rows], cfg)
         running = torch.ones(len(rows), 1, dtype=torch.bool, device=policy.device)
-        tokens = None
+        tokens = None  # starts the generator
         drawn = []  # (tokens, log-probs), (B, 1) each
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=cfg.bf16):
             while running.any() and len(drawn) < cfg.max_new_tokens:
@@ -445,7 +445,7 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; the last that it has counts. Countdown's is in support/tasks.py.
+# By a key of the problem; of several keys the last one here decides. support/tasks.py adds two.
 SCORERS = {"answer": score_answer}
 
 
@@ -525,7 +525,7 @@ def make_batch(responses, advantages, device):
     batch = {name: torch.tensor(values, device=device) for name, values in rows.items()}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    elif advantages.shape[1] > 1:  # from places in the response to columns
+    elif advantages.shape[1] > 1:  # from a token's place in its response to its column
         place = (batch["response_mask"].cumsum(dim=1) - 1).clamp(min=0)
         advantages = advantages.to(device).gather(1, place)
     return batch | {"advantages": advantages.to(device)}
@@ -588,8 +588,8 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     if ref_logits is None:
         return TokenStatistics(log_probs, entropy, *[torch.zeros_like(entropy)] * 3)
     ref_log_p = scale_logits(ref_logits, temperature).log_softmax(dim=1)
-    exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(0.0, math.inf, 0.0)).sum(dim=1)
-    forward_kl = (ref_log_p.exp() * (ref_log_p - log_p).nan_to_num(0.0, 0.0, 0.0)).sum(dim=1)
+    exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(posinf=math.inf, neginf=0)).sum(dim=1)
+    forward_kl = (ref_log_p.exp() * (ref_log_p - log_p).nan_to_num(posinf=0, neginf=0)).sum(dim=1)
     return TokenStatistics(log_probs, entropy, ref_log_p.gather(1, labels)[:, 0], exact_kl,
                            forward_kl)
 
@@ -626,18 +626,17 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
 # 9. Loss.  Log-probs and advantages -> loss of each token.
 
 def masked_mean(tensor, mask, dim=None):
-    """Mean where the mask is 1, over dim or over everything; 0 where the mask is empty. Masked
-    entries may be nan or inf, so they are replaced and not multiplied by 0."""
+    """For the log: the mean where the mask is 1, over dim or over everything; 0 where it is empty.
+    Masked entries may be nan or inf, so they are replaced and not multiplied by 0."""
     tensor, mask = torch.broadcast_tensors(tensor, mask.bool())
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
                  kl_coef=0.0, mask=None, kl=None, exact_kl=None, sampler_log_probs=None):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss = PPO-clipped term + kl_coef *
-    KL (section 11), and metadata: scalars, means over the mask. clip_range: e, for ratios in
-    [1 - e, 1 + e], or a pair (low, high) (DAPO's "clip-higher"). The last three are for the KL.
-    The rows are one microbatch: what ranks or averages tokens here depends on the cut."""
+    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
+    (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
+    (low, high), DAPO's "clip-higher". These are rows of one microbatch: means here see no more."""
     kl = kl or KLSettings()
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
@@ -682,18 +681,18 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Two backward passes: from the loss to these copies, then, if it has a slope there, to weights.
+    # Backward in two parts: loss -> these copies; then, if the loss has a slope there, -> weights.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
-    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
+    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))  # or the forward one
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
     advantages = rows["advantages"]
     if ref_model is not None and cfg.kl.placement == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
                                             mask, kl_coef, cfg.kl)
-    # The sampler's engine computes slightly other log-probs than the trainer; both terms are
-    # corrected for it (truncated importance sampling, arXiv:2508.04700).
+    # The sampler's engine computes slightly other log-probs than the trainer; the PPO term and the
+    # KL are corrected for it (truncated importance sampling, arXiv:2508.04700).
     sampler_error = old_log_probs - rows["rollout_log_probs"]
     sampler_log_probs = None
     if cfg.importance_cap is not None:
@@ -717,8 +716,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 
 @mechanics
 def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step. Returns its loss, and means over the tokens of the rows that
-    are "counted", n_counted in all."""
+    """Adds up the gradients of a step. Returns its loss, and for the log means over the n_counted
+    tokens of the rows that are "counted": train leaves out what teaches nothing."""
     sums = Counter()
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
@@ -729,10 +728,9 @@ def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, k
 
 # --------------------------------------------------------------------------------------------------
 # 11. KL penalty.  Log-probs -> a penalty per token. At a first reading, go on with section 12.
-# Below, d = log pi - log ref, at a token that was sampled.
+# Below, d = log pi - log ref, at a token that the policy sampled.
 
-# d -> an estimate of KL(policy || reference) in nats, at a token that the policy sampled. These are
-# values to report. Their derivatives are another matter: see kl_penalty.
+# d -> an estimate of KL(policy || reference) in nats: a value to report. The gradient: kl_penalty.
 ESTIMATORS = {
     "k1": lambda d: d,  # unbiased, can be negative
     "k2": lambda d: d.square() / 2,  # biased
@@ -757,8 +755,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exac
     """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
 
     s.gradient "reverse": that of each token's KL(policy || reference), whoever sampled the token:
-    ratio * d * grad log pi. The caps bound it, and bias it there. "as_written": autograd through
-    the estimator, to reproduce papers. exact_kl, of an estimator in EXACT, has its own gradient.
+    pi / sampler * d * grad log pi. A cap bounds the first factor, and biases it. "as_written":
+    autograd through the estimator, to reproduce papers. An estimator in EXACT has its own gradient.
 
     s.placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
     (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
@@ -773,7 +771,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exac
         kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
     else:
         cut = d.clamp(-s.log_ratio_cap, s.log_ratio_cap)
-        value = compute_kl_divergence(cut.clamp(-20, 20), torch.zeros_like(d), s.estimator)
+        value = compute_kl_divergence(cut.clamp(-20, 20), torch.zeros_like(d), s.estimator)  # of d
         kl = with_gradient_of(value, capped * cut * policy_log_probs)
     adapted = penalty = s.adapted(kl, mask)
     if s.placement == "loss_to_go":
@@ -819,12 +817,12 @@ def kl_metadata(d, ratio, capped, kl, adapted, s, exact_kl):
 
 # What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
 # (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
-TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # it acts in KLSettings.log_ratio_cap
+TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # kl_penalty cuts d instead
 
 
 @dataclass(frozen=True)
 class KLSettings:
-    """The KL term but for its coefficient. main() has a run's values; ratio_cap is set here."""
+    """The KL term but for its coefficient. A run has main()'s values, but for ratio_cap."""
     estimator: str = "k3"
     gradient: str = "reverse"
     placement: str = "loss"
@@ -839,7 +837,7 @@ class KLSettings:
     ratio_cap: float = 2.0  # pi / sampler is cut here in the gradient; inf is exact, but unbounded
 
     def __post_init__(self):
-        """Raises InputError for a value that is not known: it would act like another."""
+        """Raises InputError for a value that is not known: it would act like the default."""
         rules = [rule for rule in self.adaptation.split("+") if rule != "none"]
         if len({rule in TERM_RULES for rule in rules}) < len(rules):
             raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
@@ -909,8 +907,8 @@ def target_sound_rule(c, s, kl, reward):
     return max(0.1 * c.start, min(10 * c.start, beta))
 
 
-# Rules that return beta after an optimiser step. c: KLController; s: its KLSettings; kl: nats per
-# token of the step; reward: its mean reward.
+# Rules that return beta after an optimiser step, of which c.state["step"] is the number. c:
+# KLController; s: its KLSettings; kl: nats per token of the step; reward: its mean reward.
 COEFFICIENT_RULES = {"target_sound": target_sound_rule}
 
 
@@ -986,7 +984,7 @@ class Run:
             self.folder = newest.parent if cfg.resume is True else Path(cfg.resume)
 
     def find_checkpoint(self):
-        """Reads the newest checkpoint that is whole. support/ has compared the settings."""
+        """Reads the newest checkpoint that is whole. Prints which settings are not those before."""
         path = self.folder / "settings.json"
         if self.cfg.resume and not path.is_file():
             raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
@@ -1011,7 +1009,8 @@ class Run:
         self.policy, self.optimizer = policy, optimizer
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        # Of LoRA the adapters only; of what FSDP2 divides all parts, in the first process.
+        groups = [dict(group) for group in optimizer.param_groups]
+        # With LoRA the adapters only; of what FSDP2 divides all parts, in the first process.
         self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
                                         ignore_frozen_params=True)
         if self.saved is not None:
@@ -1019,6 +1018,8 @@ class Run:
                            optim_state_dict=self.saved["optimizer"], options=self.options)
             self.saved = None
             print(f"resumed: {self.folder} after step {self.state['step']}")
+        for group, values in zip(optimizer.param_groups, groups):
+            group.update(values)  # the learning rate and the like are those of now
         if self.is_first:
             from torch.utils.tensorboard import SummaryWriter
             # What was logged after the checkpoint is dropped, since it will be logged again.
@@ -1118,8 +1119,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
-        # Without a KL term rows without an advantage teach nothing: in microbatches of their own
-        # have_slope skips their backward pass, and the log's means do not count them.
+        # Without a KL term rows with advantage 0 teach nothing. They are in microbatches of their
+        # own, whose backward pass have_slope skips, and the log's means do not count them.
         teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
         batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
         n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
@@ -1127,7 +1128,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
                         for rows in cut_microbatches(take_rows(batch, part),
                                                      cfg.max_tokens_per_microbatch)]
 
-        # 4. One optimiser step per epoch over the whole rollout.
+        # 4. One optimiser step per epoch over the whole rollout, at a rate that is set here alone.
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1.0, step / max(cfg.warmup_steps, 1))
         sums = Counter()
@@ -1136,7 +1137,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             means = accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
-            for parameter in policy.parameters():  # AdamW's moments move weights even without one
+            for parameter in policy.parameters():  # with None AdamW would leave it where it is
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
@@ -1183,10 +1184,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 14. The numbers.
 
-LOGITS_AT_ONCE = 1 << 26  # float32 logits that a microbatch may hold, without support/
-
-# What main() takes where its own parameter is None. preset="auto" is "tiny" without a GPU,
-# "smollm2" without a GPU and without support/, "qwen3-1.7b" on a GPU or with a model_id of yours.
+# What main() takes where, and only where, its parameter is None. preset="auto" is "tiny" without a
+# GPU (alone "smollm2"), and "qwen3-1.7b" on a GPU or with a model_id of yours.
 PRESETS = {
     "tiny": dict(  # the built-in model
         model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
@@ -1218,11 +1217,11 @@ def choose(cfg):
     on_gpu = torch.cuda.is_available() if cfg.device == "auto" else "cuda" in str(cfg.device)
     name = cfg.preset
     if name == "auto":
-        without_gpu = "tiny" if has_support else "smollm2"
-        name = "qwen3-1.7b" if on_gpu or cfg.model_id is not None else without_gpu
+        name = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
     if name not in PRESETS:
         raise InputError(f"preset = {name!r} is not known; {nearest(name, ['auto', *PRESETS])}")
-    preset = {key: value for key, value in PRESETS[name].items() if getattr(cfg, key) is None}
+    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
+    given = ", ".join(key for key in PRESETS[name] if key not in preset)
     vars(cfg).update(preset)
     cfg.device = torch.device(("cuda" if on_gpu else "cpu") if cfg.device == "auto" else cfg.device)
     if cfg.device.index is not None:
@@ -1246,7 +1245,8 @@ def choose(cfg):
         raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
-    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items()),
+    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
+            + (f" | not taken from it: {given}" if given else ""),
             f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
 
 
@@ -1273,7 +1273,7 @@ def main(
     max_sampler_diff="auto",  # nats per token between sampler and trainer; None: no limit
 
     # Advantages and loss
-    normalize_by_std=True,  # False: Dr. GRPO
+    normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
@@ -1290,7 +1290,7 @@ def main(
     kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
     kl_target=0.1,  # nats per token
     dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
-    reproduce_paper=False,  # True: allow a KL term that is known not to work
+    reproduce_paper=False,  # True: take a KL term known not to work, which support/ else refuses
 
     # Optimiser (AdamW on float32 weights)
     learning_rate=None, warmup_steps=None, weight_decay=0.0, max_grad_norm=1.0,
@@ -1312,7 +1312,7 @@ def main(
     cfg = SimpleNamespace(**locals(), parameters=list(locals()))
     MECHANICS.clear()
     support = find_support()
-    if support:  # 1. A rule for each setting.
+    if support:  # 1. Kind and range of each setting.
         support.check_settings(cfg)
     print(*choose(cfg), sep="\n")
     run = Run(cfg)
@@ -1414,7 +1414,7 @@ def settings_from(arguments):
 
 
 # --------------------------------------------------------------------------------------------------
-# 15. Quick tests.  They take about a second and run before main().
+# 15. Quick tests.  They take a second or two and run before main().
 
 def expected_kl_gradient(logits, ref_logits, old_logits, kl):
     """The expected gradient of the KL term: over all tokens, as the old policy samples them."""

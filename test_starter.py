@@ -684,6 +684,8 @@ def test_forbidden_token_acts_like_a_vocabulary_without_it(forbidden_in_both):
         mine, = torch.autograd.grad((ours[i] * upstream[i]).sum(), leaf, retain_graph=True)
         theirs, = torch.autograd.grad((expected[i] * upstream[i]).sum(), leaf, retain_graph=True)
         torch.testing.assert_close(mine, theirs)
+    of_reference = starter.statistics_of_logits(leaf, labels, 1.0, ref_logits + forbid)
+    assert of_reference.exact_kl.isinf().all() and of_reference.forward_kl.isfinite().all()
 
 
 # --------------------------------------------------------------------------------------------------

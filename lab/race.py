@@ -12,7 +12,6 @@ again. Needs `pip install trl==1.16.0 datasets`.
 """
 import argparse
 import itertools
-import random
 import statistics
 
 from lab import bench
@@ -94,13 +93,6 @@ def time_to(points, goal):
     return next((seconds for seconds, solved in smoothed(points) if solved >= goal), None)
 
 
-def bootstrap_interval(ratios, draws=10_000):
-    """The 90 % interval of the median of these ratios, over resamples of the seeds."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.05 * draws)], medians[int(0.95 * draws)]
-
-
 def pairs_of(runs):
     """[(ours, TRL's)] for the seeds that both sides have run."""
     return [(runs["starter.py", seed], runs["TRL", seed])
@@ -117,23 +109,14 @@ def race_lines(name):
         ratios = [trl / ours for ours, trl in both]
         cells = ["", "", "", ""]
         if both:
-            low, high = bootstrap_interval(ratios)
             medians = [statistics.median(side) for side in zip(*both)]
             cells = [*(f"{median:.1f}" for median in medians), f"{statistics.median(ratios):.2f}",
-                     f"{low:.2f} to {high:.2f}"]
+                     f"{min(ratios):.2f} to {max(ratios):.2f}"]
         missed = [sum(seconds is None for seconds in side) for side in zip(*times)]
-        lines.append([f"{goal:.0%} solved" if goal else f"all {pairs[0][0][-1][0]} steps",
+        ends = [statistics.mean(smoothed(points)[-1][1] for points in side) for side in zip(*pairs)]
+        lines.append([f"{goal:.0%} solved" if goal else
+                      f"all {pairs[0][0][-1][0]} steps, to {ends[0]:.1%} and {ends[1]:.1%} solved",
                       len(pairs), *cells, f"{missed[0]} and {missed[1]}"])
-    return lines
-
-
-def final_lines(name):
-    """Cells: solved at the end, the mean of the last three evaluations, over the seeds."""
-    lines = []
-    for side, points in zip(("starter.py", "TRL 1.16"), zip(*pairs_of(read_runs(name)))):
-        ends = [100 * smoothed(of_seed)[-1][1] for of_seed in points]
-        error = statistics.stdev(ends) / len(ends) ** 0.5
-        lines.append([side, len(ends), f"{statistics.mean(ends):.1f}", f"{error:.1f}"])
     return lines
 
 
@@ -141,12 +124,11 @@ def main():
     parser = argparse.ArgumentParser(description="time to a solved rate, beside TRL")
     parser.add_argument("name", choices=CONTESTS)
     parser.add_argument("--seeds", nargs="+", type=int, help="by default those of the contest")
-    parser.add_argument("--steps", type=int, help="by default those of the preset")
     given = parser.parse_args()
     contest = CONTESTS[given.name]
     for seed in given.seeds or contest["seeds"]:
         settings = dict(preset=given.name, model_id=str(start_of(given.name)), seed=seed,
-                        distinct=False, save_every=0, n_train_steps=given.steps)
+                        distinct=False, save_every=0)
         for side in list(SIDES)[::1 if seed % 2 == 0 else -1]:
             if (side, seed) in read_runs(given.name):
                 continue

@@ -1,7 +1,7 @@
 """Puts the numbers of lab/results into README.md, README_KL.md, recipes/README.md and docs/*.md.
 
     python -m lab.tables              fills the pages; measures nothing
-    python -m lab.tables --consoles   first runs the commands of CONSOLES, for what they print
+    python -m lab.tables --console    first runs starter.py, for what it prints
     python -m lab.tables --figure     also draws lab/figures/learning.png (needs matplotlib)
 
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 from lab import architectures, sweep
-from lab.race import final_lines, race_lines
+from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, numbers, read_csv
 from starter import EXACT
 
@@ -359,12 +359,21 @@ def gpu_table():
     return table(["GB for", *models], lines)
 
 
+def mutant_table():
+    lines = []
+    for (section,), rows in grouped(read_csv("mutation"), "section").items():
+        alive = [f"`{row['before'][:60]}` as `{row['after'][:60]}`" for row in rows
+                 if row["seen"] == "False"]
+        lines.append([section, len(rows), len(rows) - len(alive),
+                      ", ".join(dict.fromkeys(alive)).replace("|", "\\|")])
+    return table(["section", "mutants", "seen", "not seen"], lines)
+
+
 # --------------------------------------------------------------------------------------------------
 # 4. The pages.
 
-RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "90 % interval",
+RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",
         "not reached by starter.py and TRL"]
-RACE_FINAL = ["side", "seeds", "solved at the end, %", "standard error"]
 TABLES = {
     "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
     "estimators": estimator_table, "methods": method_table,
@@ -372,32 +381,25 @@ TABLES = {
     "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
-    "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
+    "mutants": mutant_table, "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
     "race": lambda: table(RACE, race_lines("tiny")),
-    "race_final": lambda: table(RACE_FINAL, final_lines("tiny")),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
-CONSOLES = {"off": []}  # by name: arguments of starter.py
+CONSOLE = RESULTS / "console_off.txt"
 
 
-def console(name):
-    return "```text\n" + (RESULTS / f"console_{name}.txt").read_text() + "```"
-
-
-def write_consoles():
-    """Runs each command, and keeps how its output begins and ends."""
-    for name, arguments in CONSOLES.items():
-        with tempfile.TemporaryDirectory() as out_dir:
-            command = [sys.executable, "starter.py", *arguments, "--out_dir", out_dir]
-            done = subprocess.run(command, cwd=REPOSITORY, text=True, check=True,
-                                  stdout=subprocess.PIPE)
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("Warning")]
-        first = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
-        last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
-        report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
-        kept = [*lines[first:first + 2], "...", *lines[last:last + 2], "...",
-                *(line for line in lines[report:] if line.startswith("  "))]
-        (RESULTS / f"console_{name}.txt").write_text("\n".join(kept) + "\n")
+def write_console():
+    """Runs starter.py, and keeps how its output begins and ends."""
+    with tempfile.TemporaryDirectory() as out_dir:
+        done = subprocess.run([sys.executable, "starter.py", "--out_dir", out_dir], cwd=REPOSITORY,
+                              text=True, check=True, stdout=subprocess.PIPE)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("Warning")]
+    first = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
+    last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
+    report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
+    kept = [*lines[first:first + 2], "...", *lines[last:last + 2], "...",
+            *(line for line in lines[report:] if line.startswith("  "))]
+    CONSOLE.write_text("\n".join(kept) + "\n")
 
 
 def draw_learning(path):
@@ -425,15 +427,15 @@ def with_tables(text):
     """Returns a page with each block made from lab/results."""
     def fresh(match):
         first_line, kind, name, last_line = match.groups()
-        block = console(name) if kind == "console" else TABLES[name]()
+        block = f"```text\n{CONSOLE.read_text()}```" if kind == "console" else TABLES[name]()
         return f"{first_line}{block}\n{last_line}"
 
     return BLOCK.sub(fresh, text)
 
 
 if __name__ == "__main__":
-    if "--consoles" in sys.argv:
-        write_consoles()
+    if "--console" in sys.argv:
+        write_console()
     if "--figure" in sys.argv:
         draw_learning(REPOSITORY / "lab" / "figures" / "learning.png")
     for page in PAGES:

@@ -143,6 +143,8 @@ def attach(run):
     edited = [name for name in edits.LOSS if not edits.is_shipped(name)]
     if edited:
         print(f"{', '.join(edited)} was edited: rows without an advantage have a forward pass, too")
+        if run.cfg.epochs_per_rollout == 1:
+            print("With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing")
 
     def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
         while True:

@@ -270,6 +270,8 @@ def notes(tokenizer, problems, cfg):
         (cfg.warmup_steps > cfg.n_train_steps,
          f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
          "before its learning rate is reached"),
+        (cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range,
+         "clip_range does nothing here: with epochs_per_rollout = 1 the ratio is always 1"),
         (cfg.lora_rank and rate < 1e-4,
          f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
          "rate of all weights; SmolLM2 learnt with 2e-4"),

@@ -221,13 +221,14 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
     if edited:
         monkeypatch.setattr(starter, edited, functools.wraps(getattr(starter, edited))(
             functools.partial(getattr(starter, edited))))
-    memory.attach(SimpleNamespace(state={}))
+    memory.attach(SimpleNamespace(state={}, cfg=starter.cfg_with()))
     found = step()
     assert found[0] == expected[0]
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
     assert n_read == ([2, 2, 2] if edited else [2, 2]) * 2
     assert capsys.readouterr().out == (
         f"{edited} was edited: rows without an advantage have a forward pass, too\n"
+        "With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing\n"
         if edited else "")
 
 

@@ -222,6 +222,13 @@ def test_resume_goes_on_with_the_newest_run(checkpoint, tmp_path):
     assert [list(scalars(folder)["train/loss"]) for folder in (older, newer)] == [[1, 2, 3], [1, 2]]
 
 
+def test_file_alone_goes_on_with_the_learning_rate_of_now(checkpoint, tmp_path):
+    given = settings(checkpoint, tmp_path, n_train_steps=1, learning_rate=1e-3, warmup_steps=0)
+    folder = run("alone", **given)["run_folder"]
+    run("alone", **given | dict(n_train_steps=2, learning_rate=2e-3, resume=True))
+    assert list(scalars(folder)["train/lr"].values()) == pytest.approx([1e-3, 2e-3])
+
+
 @pytest.mark.parametrize("lost", [b"cut", None], ids=["damaged", "deleted"])
 def test_run_without_a_whole_checkpoint_keeps_its_model(checkpoint, tmp_path, lost):
     given = settings(checkpoint, tmp_path, n_train_steps=2, save_every=1)
