@@ -20,7 +20,7 @@ FAMILIES = {
     "mistral": False, "gemma2": False, "gemma2 (caps, no window)": False, "gemma3_text": False,
     "gemma4_text": False, "gpt_oss": False, "gpt_oss (sinks, no window)": False,
     "deepseek_v3": False, "qwen3_5_text": False, "mamba": False, "mamba2": False, "lfm2": False,
-    "falcon_h1": False, "bloom": False,
+    "falcon_h1": False, "bloom": False, "llama4_text": False, "fuyu": True,
 }
 
 # While editing, a few are enough.
