@@ -110,7 +110,7 @@ def read_problems(source):
             problems.append(row | {"prompt": row["prompt"], "answer": str(row["answer"]).strip()})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{source} line {len(problems) + 1} is not a JSON object with 'prompt' "
-                         f"and 'answer' ({error!r}); mend or delete that line") from None
+                         f"and 'answer' ({error!r:.150}); mend or delete that line") from None
     return problems
 
 
@@ -469,7 +469,7 @@ def score(responses, problems, tokenizer, reward):
             try:  # nan and inf pass: the loop skips such a step
                 values[i, j] = function(text, problem, **{"response": response} if asks else {})
             except Exception as error:  # in your function, or because it gave no number
-                error.add_note(f"The reward got the text {text[:200]!r} and the problem {problem}.")
+                error.add_note(f"A reward returns a number; it got {text[:200]!r} and {problem}.")
                 raise
     means = {f"reward/{getattr(function, '__name__', 'unnamed')}": mean.item()
              for (function, _), mean in zip(rewards, values.mean(dim=0))}
@@ -1236,9 +1236,9 @@ def choose(cfg):
     if cfg.loss_average not in AVERAGES:
         raise InputError(f"loss_average = {cfg.loss_average!r} is not known; "
                          f"{nearest(cfg.loss_average, AVERAGES)}")
-    if cfg.rollout_batch_size % cfg.group_size:
-        raise InputError(f"rollout_batch_size = {cfg.rollout_batch_size} is not a multiple of "
-                         f"group_size = {cfg.group_size}; use one")
+    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
+        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
+                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
     if not has_support and not has_data:
         raise InputError(f"task = {cfg.task!r} is no JSONL file; give one, or add support/")
     if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):

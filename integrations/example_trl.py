@@ -11,7 +11,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # TRL warns about what is chosen here
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -74,13 +73,10 @@ def make_trainer(output_dir, options, seed):
 
 def other_skills(model, tokenizer):
     """The share of held-out problems of skills that were not trained, solved greedily."""
-    problems = starter.read_problems(Path(tasks.TINY, "retention.jsonl"))
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
-                                           tokenize=False, add_generation_prompt=True)
-             for problem in problems]
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    cfg = SimpleNamespace(max_new_tokens=MAX_NEW_TOKENS, bf16=False,
-                          stop_token_ids=(tokenizer.eos_token_id,))
+    cfg = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
+    problems = starter.with_prompt_ids(
+        starter.read_problems(Path(tasks.TINY, "retention.jsonl")), model, tokenizer, cfg)
+    prompts = [problem["prompt_ids"] for problem in problems]
     responses = starter.rollout_with_transformers(model, prompts, cfg, seed=0, temperature=0.0)
     _, _, solved, _ = starter.score(responses, problems, tokenizer, starter.reward_fn)
     return solved.float().mean().item()

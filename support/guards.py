@@ -205,7 +205,8 @@ def evaluation_signs(metrics, first, samples, step, cfg):
     collapsed = now < before - 0.1
     nearly = sum(0.5 <= reward < 1 for _, _, reward in samples) / len(samples)
     many_are_nearly = callable(cfg.reward) and nearly > max(0.2, now)
-    unsolved = step > 0 and now == before == 0 and not is_built_in(cfg.reward)
+    is_number = math.isfinite(metrics["reward_mean"])
+    unsolved = step > 0 and now == before == 0 and is_number and not is_built_in(cfg.reward)
     fallen = [f"{name.removeprefix('retention_')} from {first[name]:.0%} to {value:.0%}"
               for name, value in metrics.items()
               if name.startswith("retention_") and value < first[name] - 0.05]
@@ -220,6 +221,8 @@ def evaluation_signs(metrics, first, samples, step, cfg):
          f"{nearly:.0%} of the rewards are from 0.5 to below 1, and only 1 or more counts as "
          "solved; if something is taken off the reward of a solution, give its parts with weights, "
          "the solution first: reward = [(solves, 1.0), (is_short, 0.1)]"),
+        ("not a number", not is_number,
+         "a reward is nan or infinite, and a step with such a reward is skipped; mend the reward"),
         ("unsolved", unsolved and not many_are_nearly,
          "no response earned a reward of 1, which is what counts as solved: watch the reward "
          "instead, or let the reward return 1 for a solution"),

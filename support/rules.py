@@ -134,7 +134,9 @@ def check_kinds(cfg):
             usual = "for example" if default is None and of_presets else "the default is"
             remedy = (starter.nearest(given, options) if options else
                       f"{usual} {getattr(example, '__name__', repr(example))}")
-            raise InputError(f"{name} = {given!r:.200} must be {words}; {remedy}")
+            shown = (f"{given.__name__}{inspect.signature(given)}" if inspect.isfunction(given) else
+                     f"{given!r:.200}")
+            raise InputError(f"{name} = {shown} must be {words}; {remedy}")
         setattr(cfg, name, value)
         is_off = not cfg.use_kl_penalty and (name.startswith("kl_") or name in OF_A_RULE)
         is_unread = name in OF_A_RULE and cfg.kl_adaptation_method == "none"
@@ -168,6 +170,8 @@ def check_machine(cfg):
         (cfg.eval_file is not None and (cfg.task is None or cfg.task in starter.TASKS),
          f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a JSONL "
          "file as task, or leave eval_file out"),
+        (cfg.engine == "transformers" and cfg.gpu_mem_util != starter.cfg_with().gpu_mem_util,
+         f"gpu_mem_util = {cfg.gpu_mem_util} changes nothing without vLLM; leave it out"),
         (cfg.frozen_in_bf16 and (cfg.bf16 is False or not (cfg.use_kl_penalty or cfg.lora_rank)),
          "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with use_kl_penalty "
          "or lora_rank; leave it out"),
@@ -272,6 +276,8 @@ def notes(tokenizer, problems, cfg):
          "before its learning rate is reached"),
         (cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range,
          "clip_range does nothing here: with epochs_per_rollout = 1 the ratio is always 1"),
+        (cfg.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template),
+         "enable_thinking = True changes nothing: the model's chat template does not read it"),
         (cfg.lora_rank and rate < 1e-4,
          f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
          "rate of all weights; SmolLM2 learnt with 2e-4"),

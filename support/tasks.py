@@ -153,7 +153,7 @@ QUESTION_PROMPT = (
     "{question}\nThink step by step in a few short lines, then give the answer alone in answer "
     "tags, for example <answer>42</answer>.")
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
-PACKED = {b"\x1f\x8b": "a gzip file", b"PK": "a zip file", b"PA": "a parquet file"}
+PACKED = {b"\x1f\x8b": "a gzip file", b"PK": "a zip file"}
 TABLES = (".csv", ".json", ".parquet")  # pandas converts them
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
@@ -189,17 +189,19 @@ def read_problems(source):
 def rows_of_file(path):
     """Yields (where it stands, the content) of each line of a JSONL file."""
     kind = path.suffix[1:] if path.suffix in TABLES else "json"
+    as_texts = {"csv": ", dtype=str", "json": ", dtype=False"}  # the answer 0258 is no number
     try:
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); change that") from None
     if content[:2] in PACKED:
         raise InputError(f"{path} is {PACKED[content[:2]]}, not JSONL; unpack it")
-    if kind != "json" or content.lstrip()[:1] == b"[":
-        found = "a JSON array" if kind == "json" else path.suffix
+    kind = "parquet" if content[:4] == b"PAR1" else kind
+    if kind != "json" or content.lstrip()[:1] == b"[" and b"]\n[" not in content:
+        found = "a JSON array" if kind == "json" else f"a {kind} file"
         raise InputError(f"{path} is {found}, not JSONL with an object in each line; convert it: "
-                         f"pandas.read_{kind}({path.name!r}).to_json('{path.stem}.jsonl', "
-                         "orient='records', lines=True)")
+                         f"pandas.read_{kind}({path.name!r}{as_texts.get(kind, '')})"
+                         f".to_json('{path.stem}_lines.jsonl', orient='records', lines=True)")
     for number, line in enumerate(content.splitlines(), 1):
         where = f"{path} line {number}"
         if not line.strip():

@@ -62,7 +62,7 @@ def test_file_alone_refuses_in_one_sentence_what_needs_support(alone):
     for changes, message in (
             (dict(lora_rank=8), "lora_rank, frozen_in_bf16 and the built-in model need support/"),
             (dict(loss_average="drgrpo"), "loss_average = 'drgrpo' is not known; did you mean"),
-            (dict(rollout_batch_size=4), "rollout_batch_size = 4 is not a multiple of .* = 8")):
+            (dict(rollout_batch_size=4), "group_size = 8 must be 2 or more, and divide .* = 4;")):
         with mock.patch.object(starter, "find_support", lambda: None):
             with pytest.raises(starter.InputError, match=message):
                 starter.cfg_with(**changes)

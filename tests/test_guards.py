@@ -236,11 +236,12 @@ def share(*rewards):
     ("nearly", "67% of the rewards are from 0.5 to below 1", dict(solved=0.25),
      share(0.9, 0.95, 0.0), dict(reward=variety)),
     (None, "", dict(solved=0.9), share(1.0, 1.0, 0.9), dict(reward=variety)),
+    ("not a number", "mend the reward", dict(reward_mean=math.nan), share(1.0), dict()),
     (None, "", dict(solved=0.25), share(0.9, 0.95), dict(reward=[(variety, 1.0), (variety, -0.1)])),
 ])
 def test_sign_of_trouble_in_an_evaluation_is_named_and_no_other(sign, words, changes, samples,
                                                                 settings):
-    metrics = dict(solved=0.6, retention_sort=0.88)
+    metrics = dict(solved=0.6, retention_sort=0.88, reward_mean=0.5)
     first = dict(solved=0.3, retention_sort=0.9)
     signs = guards.evaluation_signs(metrics | changes, first, samples or share(0.0), 50,
                                     starter.cfg_with(**settings))
@@ -250,7 +251,7 @@ def test_sign_of_trouble_in_an_evaluation_is_named_and_no_other(sign, words, cha
 
 def test_reward_that_never_reaches_1_is_told_after_the_first_evaluation():
     def signs(step, **settings):
-        nothing = dict(solved=0.0)
+        nothing = dict(solved=0.0, reward_mean=0.3)
         return [*guards.evaluation_signs(nothing, nothing, share(0.3), step,
                                          starter.cfg_with(**settings))]
 

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import starter
 
-from lab import race, real_model, rows, small_models, sweep, tables, verify_kl
+from lab import race, real_model, rows, small_models, sweep, verify_kl
 
 
 @pytest.mark.parametrize("make_rows, settings", [
@@ -59,14 +59,6 @@ def test_run_gives_a_whole_row(changes):
     assert 0 < row["kl_per_token"] < row["kl_per_response"] and row["solved_after"] > 0
     assert len(row["curve_reward"].split()) == 10 and len(row["curve_solved"].split()) == 2
     assert bool(row["curve_beta"]) == ("use_kl_penalty" in changes)
-
-
-def test_tables_replace_what_stands_between_their_markers():
-    page = "a\n<!-- table: length -->\nearlier\n<!-- end -->\nb\n<!-- table: gpus -->\n<!-- end -->"
-    made = tables.with_tables(page)
-    assert made.startswith("a\n<!-- table: length -->\n| KL in |") and "earlier" not in made
-    assert "\n<!-- end -->\nb\n<!-- table: gpus -->\n| GB for |" in made
-    assert tables.with_tables(made) == made
 
 
 def points(*solved, seconds=10.0):

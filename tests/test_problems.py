@@ -142,11 +142,11 @@ def test_answers_of_many_words_are_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.csv", "prompt,answer\n1,1\n", r"is \.csv, not JSONL .*; convert it: pandas.read_csv\('a"),
+    ("a.csv", "prompt,answer\n1,1\n", r"is a csv file, not JSONL .*: pandas.read_csv\('a.csv', dt"),
     ("a.json", '\n [{"prompt": "a", "answer": "1"}]', r"is a JSON array, not JSONL with an object "
-     r"in each line; convert it: pandas.read_json\('a.json'\).to_json\('a.jsonl', orient='record"),
+     r"in each line; convert it: pandas.read_json\('a.json', dtype=False\).to_json\('a_lines"),
     ("a.jsonl.gz", "\x1f\x8b", "is a gzip file, not JSONL; unpack it"),
-    ("b.jsonl", "PAR1", "is a parquet file, not JSONL; unpack it"),
+    ("b.jsonl", "PAR1", r"is a parquet file, .* pandas.read_parquet\('b.jsonl'\).to"),
     ("a.jsonl", "\n \n", "has no lines; write one JSON object with 'prompt' and 'answer' int"),
 ])
 def test_file_of_another_form_is_named(tmp_path, name, content, message):
