@@ -517,7 +517,7 @@ def make_batch(responses, advantages, device):
     for r in responses:
         ids = [*r.prompt_ids, *r.response_ids]
         before, after = len(r.prompt_ids) - 1, width + 1 - len(ids)
-        rows["input_ids"].append(ids[:-1] + [0] * after)
+        rows["input_ids"].append(ids[:-1] + ids[:1] * after)  # some models blow up at padding's id
         rows["labels"].append(ids[1:] + [0] * after)
         rows["response_mask"].append(
             [False] * before + [True] * len(r.response_ids) + [False] * after)

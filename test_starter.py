@@ -562,7 +562,7 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
     for advantages in (of_rows, of_rows[:, None]):
         batch = starter.make_batch(responses, advantages, "cpu")
         assert batch["advantages"].tolist() == [[1], [2], [3], [4]]
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [5, 0, 0, 0], [9, 1, 0, 0], [9, 0, 0, 0]]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [5, 5, 5, 5], [9, 1, 9, 9], [9, 9, 9, 9]]
     assert batch["labels"].tolist() == [[6, 7, 8, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert batch["response_mask"].int().tolist() == [
         [0, 0, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]

@@ -2,9 +2,8 @@
 
     pip install mutmut==3.8.1 && python -m lab.mutation     half an hour on two cores
 
-In each mutant one operator, number, argument or name of starter.py is another, or left out. It
-stands beside a copy of the repository, and the quick ones of TESTS run until one fails. mutmut's
-own runner cannot start a file that its tests copy and run as a program. Texts are not changed.
+In each mutant one operator, number, argument or name of starter.py is another, or left out; texts
+stay. It stands in a copy of the repository, where the quick ones of TESTS run until one fails.
 """
 import multiprocessing
 import os
@@ -85,8 +84,6 @@ def main():
         for (section, line, before, after, _), seen in zip(todo, pool.imap(is_seen, todo)):
             assert line or not seen, "the tests fail without a change"
             rows.append(dict(section=section, line=line, before=before, after=after, seen=seen))
-            if line and not seen:
-                print(f"survived: {line}: {before!r} -> {after!r}", flush=True)
     write_csv("mutation", rows[1:])
 
 

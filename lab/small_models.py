@@ -123,6 +123,7 @@ VARIANTS = {
     "opt (other width of embedding)": dict(word_embed_proj_dim=16),
     "gemma2 (caps, no window)": dict(layer_types=FULL),
     "gemma3n_text (no shared layers)": dict(num_kv_shared_layers=0),
+    "gemma3n_text (windows alone)": dict(layer_types=WINDOWS[:1] * 4, pad_token_id=0),
     "gemma4_text (shared layers)": dict(num_hidden_layers=4, num_kv_shared_layers=2,
                                         layer_types=WINDOWS * 2),
     "gemma4_text (experts)": dict(enable_moe_block=True, top_k_experts=2),
@@ -182,6 +183,8 @@ def make_model(name, largest_logit=10.0):
         elif tensor.dim() < 2 and tensor.is_floating_point():
             tensor += 0.1 * torch.randn_like(tensor)
     for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            module.weight[module.padding_idx] = 0.0
         # With norms near 1 a tied LM head would repeat the last token, whatever came before.
         if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             module.weight.sub_(0.9 + 1.3 * torch.randn_like(module.weight).sign())

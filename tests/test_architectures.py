@@ -21,6 +21,7 @@ FAMILIES = {
     "gemma4_text": False, "gpt_oss": False, "gpt_oss (sinks, no window)": False,
     "deepseek_v3": False, "qwen3_5_text": False, "mamba": False, "mamba2": False, "lfm2": False,
     "falcon_h1": False, "bloom": False, "llama4_text": False, "fuyu": True,
+    "gemma3n_text (windows alone)": False,
 }
 
 # While editing, a few are enough.
