@@ -170,8 +170,6 @@ def check_machine(cfg):
         (cfg.eval_file is not None and (cfg.task is None or cfg.task in starter.TASKS),
          f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a JSONL "
          "file as task, or leave eval_file out"),
-        (cfg.engine == "transformers" and cfg.gpu_mem_util != starter.cfg_with().gpu_mem_util,
-         f"gpu_mem_util = {cfg.gpu_mem_util} changes nothing without vLLM; leave it out"),
         (cfg.frozen_in_bf16 and (cfg.bf16 is False or not (cfg.use_kl_penalty or cfg.lora_rank)),
          "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with use_kl_penalty "
          "or lora_rank; leave it out"),
@@ -258,6 +256,7 @@ def check_model(policy, tokenizer, problems, cfg):
 def notes(tokenizer, problems, cfg):
     """Returns lines about what is often a mistake."""
     n, rate = len(problems.held_out), cfg.learning_rate
+    defaults = inspect.signature(starter.main).parameters
     known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None}
     unknown = [problem["prompt"] for problem in problems.train
                if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
@@ -274,7 +273,9 @@ def notes(tokenizer, problems, cfg):
         (cfg.warmup_steps > cfg.n_train_steps,
          f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
          "before its learning rate is reached"),
-        (cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range,
+        (cfg.engine == "transformers" and cfg.gpu_mem_util != defaults["gpu_mem_util"].default,
+         f"gpu_mem_util = {cfg.gpu_mem_util} changes nothing without vLLM"),
+        (cfg.epochs_per_rollout == 1 and cfg.clip_range != defaults["clip_range"].default,
          "clip_range does nothing here: with epochs_per_rollout = 1 the ratio is always 1"),
         (cfg.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template),
          "enable_thinking = True changes nothing: the model's chat template does not read it"),

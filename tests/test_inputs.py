@@ -54,8 +54,6 @@ BAD = [
     (dict(n_train_steps=(1, 0)), r"n_train_steps = \(1, 0\) must be a whole .*; for example 150"),
     (dict(group_size=1), "group_size = 1 " + WHOLE.format(2) + "8"),
     (dict(group_size=None), "group_size = None " + WHOLE.format(2)),
-    (dict(engine="transformers", gpu_mem_util=0.5),
-     "gpu_mem_util = 0.5 changes nothing without vLLM; leave it out"),
     (dict(reward=lambda text: 1.0), r"reward = <lambda>\(text\) must be a function \(response_te"),
     # Numbers
     (dict(temperature=math.nan), "temperature = nan must be a number from 0.01 to 10; "),
@@ -266,7 +264,8 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, word
     (dict(n_eval_problems=5), 5, []),  # as few as were asked for
     (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
     (dict(learning_rate=7e-6), 30, ["was found for Qwen/Qwen3-1.7B; "]),
-    (dict(enable_thinking=True, clip_range=0.1), 30, ["clip_range does nothing", "template does"]),
+    (dict(enable_thinking=True, clip_range=0.1, gpu_mem_util=0.5), 30,
+     ["gpu_mem_util = 0.5 changes nothing", "clip_range does nothing", "template does"]),
     (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])
 def test_notes_say_what_is_often_a_mistake(checkpoint, changes, n_held_out, words):
     x = loaded(checkpoint, n_held_out, **dict(learning_rate=1e-3) | changes)
