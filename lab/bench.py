@@ -138,7 +138,7 @@ def train_with_trl(settings, rows, each_step=None):
     from lab.rows import peak_gb
     settings = dict(settings)
     is_distinct = settings.pop("distinct", True)
-    cfg = starter.cfg_with(**settings)
+    cfg = starter.cfg_with(**dict(task=None, bf16="auto") | settings)  # else those of tests
     problems, _, _ = starter.load_problems(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
