@@ -75,6 +75,12 @@ def nearest(value, options):
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {others}"
 
 
+def check_known(name, value, options):
+    """Raises InputError, with a remedy, for a value of main()'s parameter that is no option."""
+    if value not in [*options]:
+        raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
+
+
 MECHANICS = {}  # by name: functions of support/ that run in the place of those marked @mechanics
 
 
@@ -842,14 +848,11 @@ class KLSettings:
         if len({rule in TERM_RULES for rule in rules}) < len(rules):
             raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
                              "give one for the term and one for the coefficient at most")
-        for name, value, options in (
-            ("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT]),
-            ("kl_gradient", self.gradient, ["reverse", "as_written"]),
-            ("kl_in", self.placement, ["loss", "loss_to_go", "reward"]),
-            *(("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES]) for rule in rules),
-        ):
-            if value not in options:
-                raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
+        check_known("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT])
+        check_known("kl_gradient", self.gradient, ["reverse", "as_written"])
+        check_known("kl_in", self.placement, ["loss", "loss_to_go", "reward"])
+        for rule in rules:
+            check_known("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES])
 
     def rule_among(self, rules):
         """Returns the name of the part of self.adaptation that is among the rules, or None."""
@@ -1218,8 +1221,7 @@ def choose(cfg):
     name = cfg.preset
     if name == "auto":
         name = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
-    if name not in PRESETS:
-        raise InputError(f"preset = {name!r} is not known; {nearest(name, ['auto', *PRESETS])}")
+    check_known("preset", name, ["auto", *PRESETS])
     preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
     given = ", ".join(key for key in PRESETS[name] if key not in preset)
     vars(cfg).update(preset)
@@ -1232,10 +1234,8 @@ def choose(cfg):
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
     cfg.kl = kl_settings(cfg)
+    check_known("loss_average", cfg.loss_average, AVERAGES)
     has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
-    if cfg.loss_average not in AVERAGES:
-        raise InputError(f"loss_average = {cfg.loss_average!r} is not known; "
-                         f"{nearest(cfg.loss_average, AVERAGES)}")
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")

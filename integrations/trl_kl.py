@@ -20,8 +20,12 @@ import trl
 from trl.trainer.utils import use_adapter
 
 environment = set(os.environ)
-import starter
-from integrations import options
+try:
+    import starter
+    from integrations import options
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__file__} needs starter.py, support/ and integrations/ of its repository "
+                      f"in a folder on sys.path ({error}); add that folder to PYTHONPATH") from None
 
 for variable in set(os.environ) - environment:
     del os.environ[variable]  # starter.py sets some for its own runs; TRL's run as they would alone

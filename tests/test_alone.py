@@ -42,6 +42,7 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
         assert status == 0, printed
         assert (" after step 2\n" in printed) == ("resume" in settings)
         assert "support/ is not here: slower, more memory, no LoRA" in printed
+        assert printed.count(" | beta: ") == (4 if "resume" in settings else 6)
     assert crash_test.outcome(alone / "a") == crash_test.outcome(alone / "b")
     for folder in alone.glob("?/runs/*"):
         names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}

@@ -3,6 +3,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +91,15 @@ def trained(*arguments, **options):
 def settings_with(**options):
     given = dict(output_dir="unused", use_cpu=True, bf16=False, beta=0.1)
     return trl_kl.kl_settings_of(trl_kl.GRPOConfig(**given | options))
+
+
+@pytest.mark.slow
+def test_file_alone_says_what_it_needs(tmp_path):
+    shutil.copy(trl_kl.__file__, tmp_path)
+    done = subprocess.run([sys.executable, "trl_kl.py"], cwd=tmp_path, text=True,
+                          env=os.environ | {"PYTHONPATH": ""}, capture_output=True)
+    assert re.search(r"ImportError: \S+trl_kl.py needs starter.py, support/ and integrations/ .*"
+                     r"PYTHONPATH$", done.stderr.strip()), done.stderr
 
 
 def test_options_have_the_defaults_of_starter():
