@@ -27,9 +27,10 @@ for variable, setting in (  # read by libraries while they are imported; one fro
         ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
         ("TRANSFORMERS_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "ERROR"),
         ("GOMP_SPINCOUNT", "2000"), ("THP_MEM_ALLOC_ENABLE", "1"), ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")):  # its engine, in this process, takes weights
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")):  # vLLM's engine runs in this process
     os.environ.setdefault(variable, setting)
 
+import argparse
 import ast
 import copy
 import difflib
@@ -85,8 +86,8 @@ MECHANICS = {}  # by name: functions of support/ that run in the place of those 
 
 
 def mechanics(function):
-    """Marks a function in whose place support/ may run its own, with the same results: a faster one
-    as long as the source of this one is as it was shipped, or one that calls this one."""
+    """Marks a function that support/ may replace: by a faster one with the same results, while the
+    source of this one is as it was shipped, or by one that calls this one (several processes)."""
     @functools.wraps(function)
     def call(*args, **settings):
         return MECHANICS.get(function.__name__, function)(*args, **settings)
@@ -94,11 +95,22 @@ def mechanics(function):
     return call
 
 
+def find_support():
+    """Returns support/attach.py, or None where that folder does not lie beside this file."""
+    here = Path(__file__).resolve().parent
+    if not (here / "support" / "attach.py").is_file():
+        return None
+    sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
+    sys.path[:0] = [] if str(here) in sys.path else [str(here)]
+    from support import attach
+    return attach
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. Problems.  A task's name -> problems for training and held-out problems.
 #
-# A problem is a dict with "prompt" and whatever the reward needs. To add a task, write a function
-# from main()'s settings to (training problems, held-out problems) and add it to TASKS.
+# A problem is a dict with "prompt" and whatever the reward needs. A task is a function
+# from main()'s settings to (training problems, held-out problems), given as task or named in TASKS.
 
 def is_held_out(*key):
     """Whether this problem is in the fixed quarter of all problems that is never trained on."""
@@ -122,10 +134,11 @@ def read_problems(source):
 
 def problems_of_files(cfg):
     """Problems of cfg.task and cfg.eval_file; without an eval_file a quarter is held out."""
-    sides = {False: [], True: []}
-    for problem in read_problems(cfg.task):
-        sides[cfg.eval_file is None and is_held_out(problem["prompt"])].append(problem)
-    return sides[False], sides[True] if cfg.eval_file is None else read_problems(cfg.eval_file)
+    problems = read_problems(cfg.task)
+    if cfg.eval_file is not None:
+        return problems, read_problems(cfg.eval_file)
+    return ([problem for problem in problems if not is_held_out(problem["prompt"])],
+            [problem for problem in problems if is_held_out(problem["prompt"])])
 
 
 TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
@@ -134,12 +147,11 @@ TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
 class Problems(NamedTuple):
     train: list
     held_out: list
-    skills: list  # held-out problems of other skills, with "skill": what may be forgotten
+    skills: list  # problems of other skills, named by "skill", which may be forgotten
 
 
 def load_problems(cfg):
-    """Returns the Problems of cfg.task. Those of other skills are in the model folder's
-    retention.jsonl, if it has one."""
+    """Returns the Problems of cfg.task, and of other skills if the model's folder has some."""
     task = cfg.task if callable(cfg.task) else TASKS.get(cfg.task, problems_of_files)
     train, held_out = task(cfg)
     if not (train and held_out):
@@ -165,9 +177,9 @@ def problems_of_step(problems, step, n, seed):
 # 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
 
 class Float32Head(torch.nn.Linear):
-    """An LM head in float32 under autocast, too: bf16 would round its logits by up to 0.06. Where
-    vLLM samples in bf16, hidden states and weights are rounded as it rounds them; sums never."""
-    rounds = False
+    """An LM head whose logits are float32 under autocast, too: bf16 would round them by up to 0.06.
+    Where vLLM samples in bf16, its inputs are rounded like vLLM's, but no sum is."""
+    rounds = False  # set by choose()
 
     def forward(self, hidden):
         dtype, weight = self.weight.dtype, self.weight
@@ -270,7 +282,7 @@ def load_policy_into_vllm_instance(policy, llm):
     """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
     ones. Without it vLLM would sample from an old policy."""
     from transformers.core_model_loading import revert_weight_conversion
-    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # experts have other names
+    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # names of a checkpoint
     llm.collective_rpc(load_weights_in_worker, args=(weights,))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync, so it would read "
@@ -292,7 +304,7 @@ class Response(NamedTuple):
 
 
 def seed_for(cfg, purpose):
-    """Returns the seed of a step or of another purpose. Global generators get it, for rewards."""
+    """Seeds the global generators, for rewards, and returns the seed of a step or other purpose."""
     import numpy
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
@@ -359,8 +371,9 @@ def decode(policy, prompts, cfg):
     has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
     n_read = 0
     while True:
-        if has_rope and "position_ids" in accepted:  # some begin again at 0 with a cache
-            inputs["position_ids"] = n_read - 1 + torch.ones_like(new_ids).cumsum(dim=1)
+        if has_rope and "position_ids" in accepted:  # with a cache some models begin again at 0
+            positions = torch.arange(n_read, n_read + new_ids.shape[1], device=policy.device)
+            inputs["position_ids"] = positions.expand_as(new_ids)
         out = policy(input_ids=new_ids, **inputs)
         tokens = yield out.logits[:, -1]
         if getattr(out, "past_key_values", None) is None:  # it reads all tokens each time
@@ -387,7 +400,7 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
                                for generator in generators]).to(policy.device)
         decoder = decode(policy, [prompts[i] for i in rows], cfg)
         running = torch.ones(len(rows), 1, dtype=torch.bool, device=policy.device)
-        tokens = None  # starts the generator
+        tokens = None  # what starts a generator
         drawn = []  # (tokens, log-probs), (B, 1) each
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=cfg.bf16):
             while running.any() and len(drawn) < cfg.max_new_tokens:
@@ -451,7 +464,7 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; of several keys the last one here decides. support/tasks.py adds two.
+# By a key of the problem; where it has several, the last one here. support/tasks.py adds two.
 SCORERS = {"answer": score_answer}
 
 
@@ -467,13 +480,13 @@ def score(responses, problems, tokenizer, reward):
     is solved, and for the log the mean of each reward where there are several."""
     rewards = [(reward, 1.0)] if callable(reward) else reward
     texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
+    problem_of_each = [x for x in problems for _ in range(len(responses) // len(problems))]
     values = torch.zeros(len(responses), len(rewards))
-    for i, (text, response) in enumerate(zip(texts, responses)):
-        problem = problems[i // (len(responses) // len(problems))]
-        for j, (function, _) in enumerate(rewards):
-            asks = "response" in inspect.signature(function).parameters
+    for j, (function, _) in enumerate(rewards):
+        asks = "response" in inspect.signature(function).parameters
+        for i, (text, problem) in enumerate(zip(texts, problem_of_each)):
             try:  # nan and inf pass: the loop skips such a step
-                values[i, j] = function(text, problem, **{"response": response} if asks else {})
+                values[i, j] = function(text, problem, **{"response": responses[i]} if asks else {})
             except Exception as error:  # in your function, or because it gave no number
                 error.add_note(f"A reward returns a number; it got {text[:200]!r} and {problem}.")
                 raise
@@ -603,8 +616,8 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
 @mechanics
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> TokenStatistics of (B, T) tensors, 0
-    outside the mask. With padding on the right a causal model needs no attention mask. All (N, V)
-    logits of the mask are held at once; main() bounds them."""
+    outside the mask. With padding on the right a causal model needs no attention mask. The (N, V)
+    logits of all N response tokens are in memory at once; main() bounds N."""
     mask = rows["response_mask"]
 
     def logits_of(model):
@@ -621,8 +634,7 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
 
 def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0,
                            bf16=False):
-    """(B, T) ids and labels -> (B, T) float32 log p(label | what is before it), 0 where masked. For
-    programs of yours: training takes token_statistics."""
+    """For programs of yours: (B, T) ids and labels -> (B, T) float32 log-probs, 0 where masked."""
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
     rows = {"input_ids": input_ids, "labels": labels, "response_mask": mask.bool()}
     return token_statistics(model, rows, temperature, bf16).log_probs
@@ -632,8 +644,7 @@ def get_response_log_probs(model, input_ids, labels, response_mask=None, tempera
 # 9. Loss.  Log-probs and advantages -> loss of each token.
 
 def masked_mean(tensor, mask, dim=None):
-    """For the log: the mean where the mask is 1, over dim or over everything; 0 where it is empty.
-    Masked entries may be nan or inf, so they are replaced and not multiplied by 0."""
+    """For the log: the mean where the mask is 1, or 0 where it is empty. Masked nan do no harm."""
     tensor, mask = torch.broadcast_tensors(tensor, mask.bool())
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
@@ -642,7 +653,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                  kl_coef=0.0, mask=None, kl=None, exact_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
     (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    (low, high), DAPO's "clip-higher". These are rows of one microbatch: means here see no more."""
+    (low, high), DAPO's "clip-higher". A mean taken here is over the rows of one microbatch only."""
     kl = kl or KLSettings()
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
@@ -687,10 +698,10 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Backward in two parts: loss -> these copies; then, if the loss has a slope there, -> weights.
+    # Backward twice: from the loss to these copies; from there to the weights if a slope arrived.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
-    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))  # or the forward one
+    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
     advantages = rows["advantages"]
@@ -712,7 +723,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
     if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
         torch.autograd.backward(*zip(*slopes))
-    if ref_model is not None:
+    if ref_model is not None:  # both divergences, whichever is penalised
         metadata["kl_per_token"] = masked_mean(statistics.exact_kl.detach(), mask)
         metadata["kl_forward"] = masked_mean(statistics.forward_kl.detach(), mask)
     metadata["entropy"] = masked_mean(statistics.entropy.detach(), mask)
@@ -722,9 +733,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 
 @mechanics
 def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step. Returns its loss, and for the log means over the n_counted
-    tokens of the rows that are "counted": train leaves out what teaches nothing."""
-    sums = Counter()
+    """Adds up the gradients of a step. Returns its loss, and means over the n_counted tokens."""
+    sums = Counter()  # its update adds
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
         share = (rows["response_mask"] & rows["counted"]).sum() / n_counted
@@ -734,7 +744,8 @@ def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, k
 
 # --------------------------------------------------------------------------------------------------
 # 11. KL penalty.  Log-probs -> a penalty per token. At a first reading, go on with section 12.
-# Below, d = log pi - log ref, at a token that the policy sampled.
+# Below, d = log pi - log ref, at a token that the policy sampled. Three choices are independent of
+# each other: the estimator (which number), the gradient (of what), the placement (who pays for it).
 
 # d -> an estimate of KL(policy || reference) in nats: a value to report. The gradient: kl_penalty.
 ESTIMATORS = {
@@ -747,93 +758,31 @@ ESTIMATORS = {
 # Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
 EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
 
-
-def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
-    """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
-    if estimator not in ESTIMATORS:
-        raise InputError(f"kl_estimator = {estimator!r} needs more than two log-probs, or is not "
-                         f"known; {nearest(estimator, ESTIMATORS)}")
-    dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
-    return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
-
-
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exact_kl=None):
-    """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
-
-    s.gradient "reverse": that of each token's KL(policy || reference), whoever sampled the token:
-    pi / sampler * d * grad log pi. A cap bounds the first factor, and biases it. "as_written":
-    autograd through the estimator, to reproduce papers. An estimator in EXACT has its own gradient.
-
-    s.placement "loss": token t is penalised by its own KL_t. "loss_to_go": its gradient gets
-    (KL_t+1 + KL_t+2 + ...) * grad log pi_t as well: on the policy's own samples that is the
-    gradient of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell).
-    "reward": the KL is in the advantages."""
-    d = (policy_log_probs - ref_log_probs).detach()
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped = ratio.clamp(max=s.ratio_cap)
-    if s.estimator in EXACT and exact_kl is not None:
-        kl = exact_kl
-    elif s.gradient == "as_written":
-        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
-    else:
-        cut = d.clamp(-s.log_ratio_cap, s.log_ratio_cap)
-        value = compute_kl_divergence(cut.clamp(-20, 20), torch.zeros_like(d), s.estimator)  # of d
-        kl = with_gradient_of(value, capped * cut * policy_log_probs)
-    adapted = penalty = s.adapted(kl, mask)
-    if s.placement == "loss_to_go":
-        later = (sum_to_go(adapted, mask) - adapted).detach()
-        penalty = with_gradient_of(adapted, capped * later * policy_log_probs)
-    return penalty, kl_metadata(d, ratio, capped, kl, adapted, s, exact_kl)
-
-
-def with_gradient_of(value, surrogate):
-    """Returns a tensor with the value of the first and the gradients of both."""
-    return value + surrogate - surrogate.detach()
-
-
-def sum_to_go(kl, mask):
-    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
-    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
-
-
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, s):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages, less kl_coef *
-    KL of this token and of all later ones: with k1 the gradient of the whole response's KL, where
-    the loss divides by a constant. With a term rule each token pays for all tokens, as in print."""
-    d = (log_probs - ref_log_probs).detach().clamp(-s.log_ratio_cap, s.log_ratio_cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), s.estimator)
-    to_go = sum_to_go(s.adapted(penalty, mask), mask)
-    return advantages - kl_coef * (to_go[:, :1] if s.rule_among(TERM_RULES) else to_go)
-
-
-def kl_metadata(d, ratio, capped, kl, adapted, s, exact_kl):
-    """For the log: (B, T) of each kind. A token counts pi / sampler times, like in the gradient."""
-    estimates = {name: capped * value(d.clamp(-20, 20)) for name, value in ESTIMATORS.items()}
-    is_exact = s.estimator in EXACT
-    gradient_has_ratio = s.gradient == "reverse" and s.placement == "loss" and not is_exact
-    is_cut = (ratio > s.ratio_cap) & (gradient_has_ratio or s.placement == "loss_to_go")
-    return {
-        "kl_penalty_mean": kl if is_exact else estimates[s.estimator],
-        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
-        "adaptive_kl/adapted_kl": adapted if is_exact else capped * adapted,
-        "kl_capped_frac": is_cut | (d.abs() > s.log_ratio_cap),
-        **{f"kl_{name}": values for name, values in estimates.items()},
-    }
-
-
-# What is done to the KL of each token before it is penalised; the slope scales the gradient. kl:
-# (B, T); lengths: (B, 1), in tokens; s: KLSettings. support/adaptive_rules.py adds some, as below.
+# (kl (B, T), lengths (B, 1) in tokens, s: KLSettings) -> (B, T): what is penalised instead of kl;
+# its slope scales the gradient. support/adaptive_rules.py adds rules of both kinds.
 TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # kl_penalty cuts d instead
+
+
+def target_sound_rule(c, s, kl, reward):
+    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
+    error = math.log(max(c.state["kl"], 1e-9) / s.target)
+    beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
+    return max(0.1 * c.start, min(10 * c.start, beta))
+
+
+# (c: KLController, s: its KLSettings, and of the step kl, nats per token, and reward, its mean) ->
+# the next beta. c.state["step"] is the number of the optimiser step.
+COEFFICIENT_RULES = {"target_sound": target_sound_rule}
 
 
 @dataclass(frozen=True)
 class KLSettings:
-    """The KL term but for its coefficient. A run has main()'s values, but for ratio_cap."""
+    """The KL term but for its coefficient. main() sets every field except ratio_cap."""
     estimator: str = "k3"
     gradient: str = "reverse"
     placement: str = "loss"
-    adaptation: str = "none"  # a term rule, a coefficient rule, or one of each: "dynamic+sigmoid"
-    clip_threshold: float = 1.0  # nats; of "clip_sound" the largest log-ratio in the gradient
+    adaptation: str = "none"  # a term rule, a coefficient rule, or one of each: "a+b"
+    clip_threshold: float = 1.0  # nats: "clip" cuts the KL there, "clip_sound" d in the gradient
     target: float = 0.1  # nats per token
     dynamic_beta_decay: float = 0.9
     reward_threshold: float = 0.8
@@ -844,15 +793,15 @@ class KLSettings:
 
     def __post_init__(self):
         """Raises InputError for a value that is not known: it would act like the default."""
-        rules = [rule for rule in self.adaptation.split("+") if rule != "none"]
-        if len({rule in TERM_RULES for rule in rules}) < len(rules):
-            raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
-                             "give one for the term and one for the coefficient at most")
         check_known("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT])
         check_known("kl_gradient", self.gradient, ["reverse", "as_written"])
         check_known("kl_in", self.placement, ["loss", "loss_to_go", "reward"])
+        rules = self.adaptation.split("+")
         for rule in rules:
-            check_known("kl_adaptation_method", rule, [*TERM_RULES, *COEFFICIENT_RULES])
+            check_known("kl_adaptation_method", rule, ["none", *TERM_RULES, *COEFFICIENT_RULES])
+        if any(sum(x in kind for x in rules) > 1 for kind in (TERM_RULES, COEFFICIENT_RULES)):
+            raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
+                             "give one for the term and one for the coefficient at most")
 
     def rule_among(self, rules):
         """Returns the name of the part of self.adaptation that is among the rules, or None."""
@@ -878,8 +827,77 @@ def kl_settings(cfg):
         cfg.reward_threshold, cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
 
 
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
+    """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
+    check_known("kl_estimator (of two log-probs)", estimator, ESTIMATORS)
+    dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
+    return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
+
+
+def with_gradient_of(value, surrogate):
+    """Returns the value, to whose gradient, if it has one, that of the surrogate is added."""
+    return value + surrogate - surrogate.detach()
+
+
+def sum_to_go(kl, mask):
+    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
+    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
+
+
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exact_kl=None):
+    """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
+
+    s.gradient, of a sampled estimator. "reverse": pi / sampler * d * grad log pi, whose mean over
+    what the sampler draws is the gradient of KL(policy || reference), whichever estimator is
+    reported; the cap of pi / sampler bounds and biases it. "as_written": autograd through the
+    estimator, to reproduce papers. An estimator in EXACT has its own gradient.
+
+    s.placement. "loss": token t pays for its own KL_t. "loss_to_go": also for the later KL_t+1 +
+    KL_t+2 + ..., a constant times grad log pi_t: on the policy's own samples this is the gradient
+    of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell). "reward": the
+    KL is in the advantages already, and compute_loss leaves the penalty out."""
+    d = (policy_log_probs - ref_log_probs).detach()
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    capped_ratio = ratio.clamp(max=s.ratio_cap)
+    if s.estimator in EXACT and exact_kl is not None:
+        kl = exact_kl
+    elif s.gradient == "as_written":
+        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
+    else:
+        capped_d = d.clamp(-s.log_ratio_cap, s.log_ratio_cap)
+        value = compute_kl_divergence(  # at most 20 nats, so that exp(-d) does not overflow
+            capped_d.clamp(-20, 20), torch.zeros_like(d), s.estimator)
+        kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
+    adapted = penalty = s.adapted(kl, mask)
+    if s.placement == "loss_to_go":
+        later = (sum_to_go(adapted, mask) - adapted).detach()
+        penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
+    # For the log. What is estimated from sampled tokens counts each of them pi / sampler times.
+    estimates = {name: capped_ratio * f(d.clamp(-20, 20)) for name, f in ESTIMATORS.items()}
+    is_exact = s.estimator in EXACT
+    gradient_has_ratio = s.gradient == "reverse" and s.placement == "loss" and not is_exact
+    is_cut = (ratio > s.ratio_cap) & (gradient_has_ratio or s.placement == "loss_to_go")
+    return penalty, {
+        "kl_penalty_mean": kl if is_exact else estimates[s.estimator],
+        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
+        "adaptive_kl/adapted_kl": adapted if is_exact else capped_ratio * adapted,
+        "kl_capped_frac": is_cut | (d.abs() > s.log_ratio_cap),
+        **{f"kl_{name}": values for name, values in estimates.items()},
+    }
+
+
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, s):
+    """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages: token t pays
+    kl_coef * (KL_t + KL_t+1 + ...). With k1, and where the loss divides by a constant, this is the
+    gradient of the response's KL. With a term rule each token pays for all, as it was published."""
+    d = (log_probs - ref_log_probs).detach().clamp(-s.log_ratio_cap, s.log_ratio_cap)
+    penalty = compute_kl_divergence(d, torch.zeros_like(d), s.estimator)
+    to_go = sum_to_go(s.adapted(penalty, mask), mask)
+    return advantages - kl_coef * (to_go[:, :1] if s.rule_among(TERM_RULES) else to_go)
+
+
 class KLController:
-    """beta, the coefficient of the KL term, which a coefficient rule moves after each update."""
+    """beta, the coefficient of the KL term, which a coefficient rule may move after each update."""
 
     def __init__(self, kl_coef, settings, state=None):
         self.start = kl_coef
@@ -891,7 +909,7 @@ class KLController:
         return self.state["beta"]
 
     def update(self, kl, reward):
-        """kl: of the step, nats per token; reward: its mean. What is not finite moves nothing."""
+        """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
         self.state["step"] += 1
         if not (math.isfinite(kl) and math.isfinite(reward)):
             return
@@ -901,18 +919,6 @@ class KLController:
         rule = self.settings.rule_among(COEFFICIENT_RULES)
         if rule is not None:
             self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
-
-
-def target_sound_rule(c, s, kl, reward):
-    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
-    error = math.log(max(c.state["kl"], 1e-9) / s.target)
-    beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
-    return max(0.1 * c.start, min(10 * c.start, beta))
-
-
-# Rules that return beta after an optimiser step, of which c.state["step"] is the number. c:
-# KLController; s: its KLSettings; kl: nats per token of the step; reward: its mean reward.
-COEFFICIENT_RULES = {"target_sound": target_sound_rule}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -974,10 +980,11 @@ class Run:
         self.cfg = cfg
         self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
                       "kl": None, "before": None, "after": None}
-        self.writer = self.saved = None  # saved: the content of the checkpoint to go on from
-        self.is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it writes
-        self.stop = 0  # SIGINT or SIGTERM: end after this step
-        values = {name: getattr(cfg, name) for name in cfg.parameters}
+        self.saved = None  # the content of the checkpoint to go on from
+        self.writer = None  # TensorBoard's, in the first of torchrun's processes
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.stop = 0  # the number of SIGINT or SIGTERM: end after this step
+        values = {name: getattr(cfg, name) for name in inspect.signature(main).parameters}
         self.settings = json.loads(json.dumps(
             values, default=lambda x: getattr(x, "__name__", re.sub(" at 0x.*", "", str(x)))))
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name or ''}".strip("_")
@@ -985,50 +992,6 @@ class Run:
         if cfg.resume:
             newest = max(Path(cfg.out_dir).glob("*/settings.json"), default=Path("none/none"))
             self.folder = newest.parent if cfg.resume is True else Path(cfg.resume)
-
-    def find_checkpoint(self):
-        """Reads the newest checkpoint that is whole. Prints which settings are not those before."""
-        path = self.folder / "settings.json"
-        if self.cfg.resume and not path.is_file():
-            raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
-        before = json.loads(path.read_text("utf-8")) if self.cfg.resume else {}
-        for name, value in before.items():
-            if self.settings.get(name, value) != value and name != "resume":
-                print(f"resume: {name} was {value!r}, now it is {self.settings[name]!r}")
-        for path in sorted(self.folder.glob("checkpoint_*.pt"), reverse=True):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest()[:16] in path.name:
-                    file.seek(0)
-                    self.saved = torch.load(file, map_location="cpu", weights_only=True)
-                    self.state = self.saved["state"]
-                    break
-            print(f"Warning: {path} is damaged; going back to the checkpoint before it")
-        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
-            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
-
-    def open(self, policy, optimizer):
-        """Loads the checkpoint if there is one, and makes the folder."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-        self.policy, self.optimizer = policy, optimizer
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-        groups = [dict(group) for group in optimizer.param_groups]
-        # With LoRA the adapters only; of what FSDP2 divides all parts, in the first process.
-        self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
-                                        ignore_frozen_params=True)
-        if self.saved is not None:
-            set_state_dict(policy, optimizer, model_state_dict=self.saved["model"],
-                           optim_state_dict=self.saved["optimizer"], options=self.options)
-            self.saved = None
-            print(f"resumed: {self.folder} after step {self.state['step']}")
-        for group, values in zip(optimizer.param_groups, groups):
-            group.update(values)  # the learning rate and the like are those of now
-        if self.is_first:
-            from torch.utils.tensorboard import SummaryWriter
-            # What was logged after the checkpoint is dropped, since it will be logged again.
-            first = self.state["step"] + (self.state["before"] is not None)
-            self.writer = SummaryWriter(self.folder, purge_step=first)
-            (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
 
     def log(self, what, *values):
         """One call of TensorBoard's writer, in the first process."""
@@ -1062,24 +1025,69 @@ class Run:
         for old in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             old.unlink()
 
+    def find_checkpoint(self):
+        """To resume: prints which settings have changed, and reads the newest whole checkpoint."""
+        if not self.cfg.resume:
+            return
+        path = self.folder / "settings.json"
+        if not path.is_file():
+            raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
+        for name, before in json.loads(path.read_text("utf-8")).items():
+            now = self.settings.get(name, before)
+            if now != before and name != "resume":
+                print(f"resume: {name} was {before!r}, now it is {now!r}")
+        for path in sorted(self.folder.glob("checkpoint_*.pt"), reverse=True):
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest()[:16] in path.name:
+                    file.seek(0)
+                    self.saved = torch.load(file, map_location="cpu", weights_only=True)
+                    self.state = self.saved["state"]
+                    break
+            print(f"Warning: {path} is damaged; going back to the checkpoint before it")
+        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
+            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
+
+    def open(self, policy, optimizer):
+        """Loads the checkpoint if there is one. Makes the folder and writes settings.json."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+        self.policy, self.optimizer = policy, optimizer
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        # With LoRA the adapters only. Of several processes the first one has the whole state.
+        self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
+                                        ignore_frozen_params=True)
+        if self.saved is not None:
+            groups = [dict(group) for group in optimizer.param_groups]
+            set_state_dict(policy, optimizer, model_state_dict=self.saved["model"],
+                           optim_state_dict=self.saved["optimizer"], options=self.options)
+            for group, values in zip(optimizer.param_groups, groups):
+                group.update(values)  # the learning rate and the like are those of now
+            self.saved = None
+            print(f"resumed: {self.folder} after step {self.state['step']}")
+        if self.is_first:
+            from torch.utils.tensorboard import SummaryWriter
+            # What was logged after the checkpoint is dropped, since it will be logged again.
+            first = self.state["step"] + (self.state["before"] is not None)
+            self.writer = SummaryWriter(self.folder, purge_step=first)  # makes the folder
+            (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
+
 
 # --------------------------------------------------------------------------------------------------
 # 13. The loop.
 
 def check_log_probs(means, step, cfg, first_diff):
-    """Raises RunStopped where the sampler has stale weights: it must not differ from the trainer by
-    much more than in the first step. There the reference must still equal the policy."""
+    """Raises RunStopped where the sampler's log-probs differ from the trainer's by much more than
+    in step 1 (stale weights), and where in step 1 the reference is not the policy."""
     diff, limit = means["sampler_logprob_diff"], cfg.max_sampler_diff
     if limit == "auto":  # bf16 engines round by 0.01 to 0.1, GPUs multiply in TF32 in places
-        limit = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
-        limit = 0.1 if cfg.bf16 and step == 1 else limit + 4 * (first_diff or 0.0)
+        rounding = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
+        limit = 0.1 if cfg.bf16 and step == 1 else rounding + 4 * (first_diff or 0.0)
     text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
     if limit is not None and not diff <= limit:
         if step > 1 or cfg.engine == "vllm":
             raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights "
-                             "(check load_policy_into_vllm_instance), or draws by other log-probs "
-                             "than the loss takes; if on purpose, set max_sampler_diff = None and "
-                             "see recipes/off_policy.patch")
+                             "(load_policy_into_vllm_instance) or draws otherwise; if on purpose, "
+                             "set max_sampler_diff = None and see recipes/off_policy.patch")
         print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree")
     moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
     if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
@@ -1110,7 +1118,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
         rollout_seconds = time.perf_counter() - start
 
-        # 2. Score them. Of the rewards only differences within a group matter from here on.
+        # 2. Score them. The gradient depends on differences within a group only.
         texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
@@ -1122,8 +1130,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
-        # Without a KL term rows with advantage 0 teach nothing. They are in microbatches of their
-        # own, whose backward pass have_slope skips, and the log's means do not count them.
+        # Without a KL term rows with advantage 0 teach nothing. They get microbatches of their own,
+        # whose slow backward pass have_slope leaves out, and the means of the log leave them out.
         teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
         batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
         n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
@@ -1131,7 +1139,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
                         for rows in cut_microbatches(take_rows(batch, part),
                                                      cfg.max_tokens_per_microbatch)]
 
-        # 4. One optimiser step per epoch over the whole rollout, at a rate that is set here alone.
+        # 4. One optimiser step per epoch over the whole rollout. The rate is set here alone.
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1.0, step / max(cfg.warmup_steps, 1))
         sums = Counter()
@@ -1140,20 +1148,19 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             means = accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
-            for parameter in policy.parameters():  # with None AdamW would leave it where it is
+            for parameter in policy.parameters():  # AdamW would skip it: no momentum, no decay
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             means["grad_norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
             sums.update(means)
-            is_finite = math.isfinite(means["loss"]) and math.isfinite(means["grad_norm"])
-            if is_finite:
-                optimizer.step()
-            optimizer.zero_grad()
-            if not is_finite:
+            if not (math.isfinite(means["loss"]) and math.isfinite(means["grad_norm"])):
+                optimizer.zero_grad()
                 state["skipped"] = [*state["skipped"], step]
                 print(f"Warning: step {step} is skipped, its loss or gradient is not finite")
                 break
+            optimizer.step()
+            optimizer.zero_grad()
             if ref_model is not None:
                 controller.update(means["kl_per_token"], metrics["reward_mean"])
 
@@ -1187,8 +1194,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 14. The numbers.
 
-# What main() takes where, and only where, its parameter is None. preset="auto" is "tiny" without a
-# GPU (alone "smollm2"), and "qwen3-1.7b" on a GPU or with a model_id of yours.
+# Taken for what main() has as None. preset="auto" is "qwen3-1.7b" on a GPU or with a model_id of
+# yours; otherwise "tiny", or "smollm2" without support/, where the built-in model lies.
 PRESETS = {
     "tiny": dict(  # the built-in model
         model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
@@ -1203,55 +1210,8 @@ PRESETS = {
 }
 
 
-def find_support():
-    """Returns support/attach.py, or None where that folder does not lie beside this file."""
-    here = Path(__file__).resolve().parent
-    if not (here / "support" / "attach.py").is_file():
-        return None
-    sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
-    sys.path[:0] = [] if str(here) in sys.path else [str(here)]
-    from support import attach
-    return attach
-
-
-def choose(cfg):
-    """Puts values into what is None or "auto" in cfg, and cfg.kl; returns lines for the log."""
-    has_support = find_support() is not None
-    on_gpu = torch.cuda.is_available() if cfg.device == "auto" else "cuda" in str(cfg.device)
-    name = cfg.preset
-    if name == "auto":
-        name = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
-    check_known("preset", name, ["auto", *PRESETS])
-    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
-    given = ", ".join(key for key in PRESETS[name] if key not in preset)
-    vars(cfg).update(preset)
-    cfg.device = torch.device(("cuda" if on_gpu else "cpu") if cfg.device == "auto" else cfg.device)
-    if cfg.device.index is not None:
-        torch.cuda.set_device(cfg.device)
-    if cfg.bf16 == "auto":
-        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
-    if cfg.engine == "auto":
-        cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
-    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
-    cfg.kl = kl_settings(cfg)
-    check_known("loss_average", cfg.loss_average, AVERAGES)
-    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
-    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
-        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
-                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
-    if not has_support and not has_data:
-        raise InputError(f"task = {cfg.task!r} is no JSONL file; give one, or add support/")
-    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
-        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
-    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
-    engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
-    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
-            + (f" | not taken from it: {given}" if given else ""),
-            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
-
-
 def main(
-    # Model and data. None: the preset's value. A value written here wins over it.
+    # Model and data. None: the preset's value, if it has one. A value written here wins over it.
     preset="auto",  # a name in PRESETS; the log prints what it sets
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
@@ -1277,18 +1237,18 @@ def main(
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
-    importance_cap=2.0,  # sampler-trainer correction is cut here; None: no correction
+    importance_cap=2.0,  # correction of the sampler in the PPO term is cut here; None: nowhere any
     epochs_per_rollout=1,  # optimiser steps per rollout
 
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
-    kl_estimator="k3",  # the value: "k1", "k2", "k3", or one of EXACT, over the vocabulary
-    kl_gradient="reverse",  # of KL(policy || reference); "as_written": autograd, as in papers
+    kl_estimator="k3",  # what is measured: "k1", "k2", "k3", or over the vocabulary one of EXACT
+    kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
-    kl_adaptation_method="none",  # of TERM_RULES, of COEFFICIENT_RULES, or "dynamic+sigmoid"
+    kl_adaptation_method="none",  # of TERM_RULES, of COEFFICIENT_RULES, or one of each: "a+b"
     kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
-    kl_target=0.1,  # nats per token
+    kl_target=0.1,  # nats per token; the next four are of rules in support/adaptive_rules.py
     dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
     reproduce_paper=False,  # True: take a KL term known not to work, which support/ else refuses
 
@@ -1309,14 +1269,14 @@ def main(
     save_every=50,  # steps between checkpoints; 0: only at the end and after Ctrl-C or SIGTERM
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
-    cfg = SimpleNamespace(**locals(), parameters=list(locals()))
+    cfg = SimpleNamespace(**locals())
     MECHANICS.clear()
     support = find_support()
-    if support:  # 1. Kind and range of each setting.
+    if support:  # support/, 1 of 4: kind and range of each setting
         support.check_settings(cfg)
     print(*choose(cfg), sep="\n")
     run = Run(cfg)
-    if support:  # 2. The lock of a run, memory, other processes, the built-in model.
+    if support:  # support/, 2 of 4: the lock of a run, memory, other processes, the built-in model
         support.check(run)
     run.find_checkpoint()
 
@@ -1325,14 +1285,12 @@ def main(
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
     problems = Problems(*(with_prompt_ids(part, policy, tokenizer, cfg) for part in problems))
-    if not cfg.stop_token_ids:
-        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     if not (problems.train and problems.held_out):
         raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # 3. LoRA, faster mechanics, which it compares with those above, several processes.
+    if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
         print("support/ is not here: slower, more memory, no LoRA, no warnings, no pictures")
@@ -1350,7 +1308,7 @@ def main(
     optimizer = torch.optim.AdamW(trainable, cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
     run.open(policy, optimizer)
-    watch = support.watch(run) if support else None  # 4. Looks on: warnings, samples, report.
+    watch = support.watch(run) if support else None  # 4 of 4: warnings, samples, report
 
     # Train. The first Ctrl-C lets the step finish, the second does not.
     def stop(number, frame):
@@ -1383,13 +1341,51 @@ def main(
     return result
 
 
-def cfg_with(**changes):
-    """The settings of a run with main()'s defaults and these changes, for tests."""
-    parameters = {name: x.default for name, x in inspect.signature(main).parameters.items()}
-    usual = dict(preset="smollm2", task=len, device="cpu", bf16=False, stop_token_ids=(1,))
-    cfg = SimpleNamespace(**parameters | usual | changes, parameters=list(parameters))
-    choose(cfg)
-    return cfg
+def choose(cfg):
+    """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
+    has_support = find_support() is not None
+    if cfg.device == "auto":
+        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(cfg.device)
+    if cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)
+    on_gpu = cfg.device.type == "cuda"
+    name = cfg.preset
+    if name == "auto":
+        name = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
+    check_known("preset", name, ["auto", *PRESETS])
+    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
+    given = ", ".join(key for key in PRESETS[name] if key not in preset)
+    vars(cfg).update(preset)
+    if cfg.bf16 == "auto":
+        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
+    if cfg.engine == "auto":
+        cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
+    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
+    cfg.kl = kl_settings(cfg)
+    check_known("loss_average", cfg.loss_average, AVERAGES)
+    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
+    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
+        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
+                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
+    if not (has_support or has_data):
+        raise InputError(f"task = {cfg.task!r} is no JSONL file; give one, or add support/")
+    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
+        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
+    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
+    engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
+    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
+            + (f" | not taken from it: {given}" if given else ""),
+            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
+
+
+def value_of(text):
+    """"50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. What is no Python value stays a text."""
+    switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return switches.get(text.lower(), text)
 
 
 def settings_from(arguments):
@@ -1398,26 +1394,30 @@ def settings_from(arguments):
         print(inspect.getsource(main).partition("\n):")[0] + "\n)")
         sys.exit()
     names = [*inspect.signature(main).parameters]
-    words = [word for text in arguments for word in text.split("=", 1 if text[:2] == "--" else 0)]
-    settings = {}
-    while words:
-        name = words.pop(0)
-        if name[:2] != "--" or name[2:] not in names:
-            raise InputError(f"{name} is not --name value; {nearest(name[2:], names)}")
-        text = words.pop(0) if words and words[0][:2] != "--" else "True"  # as in --use_kl_penalty
-        try:
-            settings[name[2:]] = ast.literal_eval(text)  # True, None, 0.1 or (0.2, 0.28)
-        except (ValueError, SyntaxError):
-            words_of_switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
-            settings[name[2:]] = words_of_switches.get(text.lower(), text)
-    return settings
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    for name in names:  # without a value it is True, as in --use_kl_penalty
+        parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
+    settings, others = parser.parse_known_args(arguments)
+    if others:
+        name = others[0].partition("=")[0]
+        raise InputError(f"{name} is not --name value; {nearest(name.removeprefix('--'), names)}")
+    return vars(settings)
 
 
 # --------------------------------------------------------------------------------------------------
 # 15. Quick tests.  They take a second or two and run before main().
 
+def cfg_with(**changes):
+    """The settings of a run with main()'s defaults and these changes, for tests."""
+    parameters = {name: x.default for name, x in inspect.signature(main).parameters.items()}
+    usual = dict(preset="smollm2", task=len, device="cpu", bf16=False, stop_token_ids=(1,))
+    cfg = SimpleNamespace(**parameters | usual | changes)
+    choose(cfg)
+    return cfg
+
+
 def expected_kl_gradient(logits, ref_logits, old_logits, kl):
-    """The expected gradient of the KL term: over all tokens, as the old policy samples them."""
+    """The expected gradient of the KL term. Row i: token i was sampled, by the old policy."""
     n = len(logits)
     logits = logits.clone().requires_grad_()
     old_log_probs = old_logits.log_softmax(0)[None]

@@ -13,7 +13,7 @@ SHIPPED = {
     "read_problems": "e56db4b33148",
     "draw_from": "3ae328c5981b",
     "rows_to_decode": "fae64aaf7a54",
-    "decode": "f04e624a5a76",
+    "decode": "4c653da025a2",
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
