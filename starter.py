@@ -1369,7 +1369,7 @@ def choose(cfg):
         raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
     if not (has_support or has_data):
-        raise InputError(f"task = {cfg.task!r} is no JSONL file; give one, or add support/")
+        raise InputError(f"task = {cfg.task!r} needs support/; add it, or give --task file.jsonl")
     if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
         raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"

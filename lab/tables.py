@@ -126,16 +126,21 @@ def penalty_table():
 def machine_table():
     """The default run on what other machines have."""
     lines = []
-    for settings, rows in runs_of("machines", sweep.MACHINES):
-        threads, cpu = (settings["environment"].get(name, "AVX-512") for name in (
+    for settings, rows in [*runs_of("machines", sweep.MACHINES),
+                           *runs_of("machines_amx", sweep.MACHINES)]:
+        threads, cpu = (settings["environment"].get(name, "all that it has") for name in (
             "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY"))
-        lines.append(["bfloat16" if settings["bf16"] else "float32", threads, cpu,
-                      " ".join(f"{100 * x:.1f}" for x in numbers(rows, "solved_after"))])
-    return table(["dtype", "threads", "instructions", "solved, %, seed by seed"], lines)
+        lines.append([rows[0]["machine"].partition(",")[0],
+                      "bfloat16" if settings["bf16"] else "float32", threads, cpu,
+                      " ".join(f"{100 * x:.1f}" for x in numbers(rows, "solved_after")),
+                      per_cent(map(other_skills, rows)),
+                      f"{100 * max(map(largest_fall, rows)):.0f} points"])
+    return table(["processor", "dtype", "threads", "instructions", "solved, %, seed by seed",
+                  "other skills, %", "largest fall of a skill"], lines)
 
 
 def coefficient_table():
-    groups = runs_of("kl", sweep.COEFFICIENTS)
+    groups = runs_of("kl_divergences", sweep.COEFFICIENTS)
     skills = skills_of(groups[0][1][0])
     first = groups[0][1]
 
@@ -148,18 +153,32 @@ def coefficient_table():
     return table(["kl_coef", *MEASURED, *skills], lines)
 
 
-def estimator_table():
-    """Estimator, gradient and placement at one coefficient."""
+def divergence_table():
+    """Divergence and placement at several coefficients, with the diversity that is left."""
     lines = []
-    for settings, rows in runs_of("kl", [sweep.HOT, sweep.BASE, *sweep.ESTIMATORS]):
-        cells = ["off", "", ""]
-        if settings.get("use_kl_penalty"):
-            place = settings.get("kl_in", "loss")
-            has_gradient = settings["kl_estimator"] != "exact" and place != "reward"
-            gradient = settings.get("kl_gradient", "reverse") if has_gradient else ""
-            cells = [settings["kl_estimator"], gradient, place]
-        lines.append([*cells, *measured(rows)])
-    return table(["kl_estimator", "kl_gradient", "kl_in", *MEASURED], lines)
+    for settings, rows in runs_of("kl_divergences", sweep.DIVERGENCES):
+        kind = [settings.get("kl_estimator", "k3"), *(settings[name] for name in (
+            "kl_gradient", "kl_in", "loss_average") if name in settings)]
+        lines.append([", ".join(kind) if "kl_coef" in settings else "", coefficient(settings),
+                      *(per_cent(numbers(rows, f"{name}_after"))
+                        for name in ("solved", "pass_at_1", "pass_at_8")), *measured(rows)[1:3],
+                      spread(numbers(rows, "forward_kl_per_token"), 3)])
+    return table(["KL", "kl_coef", "solved, %", "pass@1, %", "pass@8, %", *MEASURED[1:3],
+                  "KL(reference ‖ policy) per token"], lines)
+
+
+def forgetting_table():
+    """Over all runs of that sweep: which number goes along with what the other skills lost."""
+    rows = read_csv("kl_divergences")
+    lost = [other_skills(row, "before") - other_skills(row) for row in rows]
+    lines = []
+    for name, column in (("KL(policy ‖ reference)", "kl_per_token"),
+                         ("KL(reference ‖ policy)", "forward_kl_per_token")):
+        values = numbers(rows, column)
+        ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
+        lines.append([name, len(rows), *(f"{statistics.correlation(*pair):.2f}"
+                                         for pair in ((values, lost), ranks))])
+    return table(["per token", "runs", "correlation with what is lost", "of ranks"], lines)
 
 
 def method_table():
@@ -376,8 +395,8 @@ RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range
         "not reached by starter.py and TRL"]
 TABLES = {
     "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
-    "estimators": estimator_table, "methods": method_table,
-    "recipes": recipe_table, "smollm2": smollm2_table,
+    "divergences": divergence_table, "forgetting": forgetting_table,
+    "methods": method_table, "recipes": recipe_table, "smollm2": smollm2_table,
     "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,

@@ -142,8 +142,8 @@ def attach(run):
     Rows that are not counted teach nothing by the shipped loss. They get no forward pass then."""
     edited = [name for name in edits.LOSS if not edits.is_shipped(name)]
     if edited:
-        print(f"{', '.join(edited)} was edited: rows without an advantage have a forward pass, too")
-        if run.cfg.epochs_per_rollout == 1:
+        print(f"edited: {', '.join(edited)}; so rows without an advantage have a forward pass, too")
+        if run.cfg.epochs_per_rollout == 1 and "compute_loss" in edited:
             print("With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing")
 
     def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):

@@ -268,10 +268,11 @@ def notes(tokenizer, problems, cfg):
     return [line for applies, line in (
         (n < min(30, cfg.n_eval_problems),
          f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
-         "more data, or an eval_file"),
+         "more data, a longer eval_file, or a larger n_eval_problems"),
         (unknown,
          f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
-         f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}"),
+         f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}; "
+         "change the prompts, or give another model_id"),
         (cfg.warmup_steps > cfg.n_train_steps,
          f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
          "before its learning rate is reached"),

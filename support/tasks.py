@@ -200,8 +200,9 @@ def rows_of_file(path):
     if kind != "json" or content.lstrip()[:1] == b"[" and b"]\n[" not in content:
         found = "a JSON array" if kind == "json" else f"a {kind} file"
         raise InputError(f"{path} is {found}, not JSONL with an object in each line; convert it: "
-                         f"pandas.read_{kind}({path.name!r}{as_texts.get(kind, '')})"
-                         f".to_json('{path.stem}_lines.jsonl', orient='records', lines=True)")
+                         f"pandas.read_{kind}({str(path)!r}{as_texts.get(kind, '')})"
+                         f".to_json({str(path.with_suffix('')) + '_lines.jsonl'!r}, "
+                         "orient='records', lines=True)")
     for number, line in enumerate(content.splitlines(), 1):
         where = f"{path} line {number}"
         if not line.strip():
@@ -275,14 +276,14 @@ def as_problem(row, where, notes):
     if isinstance(prompt, list):
         check_chat(prompt, where)
     elif key != "prompt":
-        notes.add(f"{key!r} is the prompt, with a request for answer tags")
+        notes.add(f"{key!r} is the prompt, with a request for answer tags; 'prompt' gets none")
         prompt = QUESTION_PROMPT.format(question=prompt)
     key, answer = column(row, ("answer", "solution"), (str, int, float), where)
     _, mark, final = str(answer).rpartition("####")
     if key == "solution" and not mark:
         final = (BOXED.findall(final) or [final])[-1]
     if key == "solution" or mark:
-        notes.add(f"of {key!r} the answer is what follows '####', or is in the last \\boxed")
+        notes.add(f"of {key!r} the answer is what follows '####' or is in the last \\boxed, if any")
     if not final.strip() or "<answer>" in final:
         raise InputError(f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the "
                          "answer tags, without them")

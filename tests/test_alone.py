@@ -56,8 +56,8 @@ def test_file_alone_refuses_in_one_sentence_what_needs_support(alone):
     """Here the task of the preset; and what would fail late."""
     done = run(alone, "starter.py")
     assert done.returncode == 1
-    assert done.stderr == ("starter.py stopped: task = 'addition' is no JSONL file; give one, or "
-                           "add support/\n")
+    assert done.stderr == ("starter.py stopped: task = 'addition' needs support/; add it, or give "
+                           "--task file.jsonl\n")
     assert "=== Running Quick Tests ===" in done.stdout and "no longer holds" not in done.stdout
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
     for changes, message in (

@@ -227,9 +227,9 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
     assert n_read == ([2, 2, 2] if edited else [2, 2]) * 2
     assert capsys.readouterr().out == (
-        f"{edited} was edited: rows without an advantage have a forward pass, too\n"
-        "With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing\n"
-        if edited else "")
+        f"edited: {edited}; so rows without an advantage have a forward pass, too\n" * bool(edited)
+        + "With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing\n"
+        * (edited == "compute_loss"))
 
 
 def test_comments_and_docstrings_are_no_edits(monkeypatch):

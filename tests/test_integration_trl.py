@@ -344,15 +344,6 @@ def test_two_processes_have_the_losses_of_one(checkpoint, tmp_path):
         assert len(set(history["adaptive_kl/current_beta"])) > 2
 
 
-@pytest.mark.slow
-def test_example_trains_by_each_method(monkeypatch):
-    from integrations import example_trl
-    monkeypatch.setattr(example_trl, "STEPS", 3)
-    rows = [example_trl.run(method, 0) for method in ("baseline", "dynamic+sigmoid")]
-    assert rows[0]["beta"] == example_trl.BETA and rows[0]["raw_kl"] == rows[0]["adapted_kl"]
-    assert rows[1]["raw_kl"] > rows[1]["adapted_kl"] > 0
-
-
 # --------------------------------------------------------------------------------------------------
 # As a program: train in this process
 

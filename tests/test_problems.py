@@ -100,7 +100,7 @@ def test_columns_of_gsm8k_and_math_are_understood_and_said(row, key, answer, tmp
     assert problem["prompt"].startswith("Why {x}?\n") and "<answer>" in problem["prompt"]
     line, = capsys.readouterr().out.splitlines()
     assert f"1 problems; '{key}' is the prompt, with a request for answer tags" in line
-    assert ("the answer is what follows '####', or is in the last" in line) == (answer != "6")
+    assert ("the answer is what follows '####' or is in the last" in line) == (answer != "6")
 
 
 @pytest.mark.parametrize("line, message", [
@@ -142,11 +142,11 @@ def test_answers_of_many_words_are_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.csv", "prompt,answer\n1,1\n", r"is a csv file, not JSONL .*: pandas.read_csv\('a.csv', dt"),
+    ("a.csv", "prompt,answer\n1,1\n", r"is a csv file, .*: pandas.read_csv\('\S+/a.csv',"),
     ("a.json", '\n [{"prompt": "a", "answer": "1"}]', r"is a JSON array, not JSONL with an object "
-     r"in each line; convert it: pandas.read_json\('a.json', dtype=False\).to_json\('a_lines"),
+     r"in each line; convert it: pandas.read_json\('\S+/a.json', dtype=False\).to_json\('\S+/a_l"),
     ("a.jsonl.gz", "\x1f\x8b", "is a gzip file, not JSONL; unpack it"),
-    ("b.jsonl", "PAR1", r"is a parquet file, .* pandas.read_parquet\('b.jsonl'\).to"),
+    ("b.jsonl", "PAR1", r"is a parquet file, .* pandas.read_parquet\('\S+/b.jsonl'\).to"),
     ("a.jsonl", "\n \n", "has no lines; write one JSON object with 'prompt' and 'answer' int"),
 ])
 def test_file_of_another_form_is_named(tmp_path, name, content, message):
