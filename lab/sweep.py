@@ -72,7 +72,7 @@ MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)
 
 SWEEPS = {
     "machines": MACHINES,
-    "machines_amx": MACHINES[:4],  # on a second processor
+    "machines_amx": MACHINES[2:4],  # on a processor with AMX
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [HOT, BASE, *METHODS],
     "kl_divergences": DIVERGENCES,
