@@ -118,10 +118,10 @@ EDITS = dict(
             "        batch = make_batch(responses, advantages[:, None] * factors, policy.device)"},
         1.0, 0.0, with_rising_weights),
     moving_reference=Edit({
-        "                optimizer.step()":
-            "                optimizer.step()\n"
-            "                for old, new in zip(ref_model.parameters(), policy.parameters()):\n"
-            "                    old.data.lerp_(new.data, STRENGTH)"},
+        "            optimizer.step()":
+            "            optimizer.step()\n"
+            "            for old, new in zip(ref_model.parameters(), policy.parameters()):\n"
+            "                old.data.lerp_(new.data, STRENGTH)"},
         0.0, 0.5, with_exact_kl, KL),
     new_average=Edit({
         "AVERAGES = {": "AVERAGES = {\n    'new': lambda mask, n: mask / len(mask)"
