@@ -39,7 +39,7 @@ HOT = dict(learning_rate=6e-4)
 BASE = HOT | ON | dict(kl_coef=1.0, kl_estimator="exact")
 SAMPLED = HOT | dict(eval_samples=8)
 COEFFICIENTS = [SAMPLED, *(SAMPLED | ON | dict(kl_coef=kl_coef, kl_estimator="exact")
-                           for kl_coef in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
+                           for kl_coef in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0))]
 TO_GO = dict(kl_estimator="exact", kl_in="loss_to_go", loss_average="dr_grpo")
 # Which divergence and which placement, each at several coefficients, with pass@8
 DIVERGENCES = [*COEFFICIENTS, *(SAMPLED | ON | dict(kl_coef=kl_coef) | what
