@@ -14,7 +14,7 @@ algorithm is in sections 6 to 10 and 13; what stands around them can wait.
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-the KL term reports k3 but has the gradient of KL(policy || reference), which k3's own is not.
+the KL term's value is k3, but its gradient is not k3's own: it is that of KL(policy || reference).
 
 The folder support/ is optional: it makes the same computation faster, adds LoRA and several
 processes, and watches over a run. What you change here is what runs.
@@ -178,7 +178,7 @@ def problems_of_step(problems, step, n, seed):
 
 class Float32Head(torch.nn.Linear):
     """An LM head whose logits are float32 under autocast, too: bf16 would round them by up to 0.06.
-    Where vLLM samples in bf16, its inputs are rounded like vLLM's, but no sum is."""
+    Where vLLM samples in bf16, inputs and weights are rounded to bf16, and the sums are float32."""
     rounds = False  # set by choose()
 
     def forward(self, hidden):
@@ -507,7 +507,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-    # The mean of equal floats can be off by one bit, which the division below would blow up.
+    # Equal groups get exactly 0: their mean can be off by a bit. Not for a baseline across groups!
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
@@ -698,12 +698,12 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Backward twice: from the loss to these copies; from there to the weights if a slope arrived.
+    # Backward twice: loss -> these copies, then, if it has a slope there, copies -> weights (slow).
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
     exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
-    old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
+    old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
     advantages = rows["advantages"]
     if ref_model is not None and cfg.kl.placement == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
@@ -721,7 +721,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
     slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
-    if have_slope(slopes):  # otherwise a group of equal rewards, say, costs no backward pass
+    if have_slope(slopes):
         torch.autograd.backward(*zip(*slopes))
     if ref_model is not None:  # both divergences, whichever is penalised
         metadata["kl_per_token"] = masked_mean(statistics.exact_kl.detach(), mask)
@@ -758,8 +758,8 @@ ESTIMATORS = {
 # Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
 EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
 
-# (kl (B, T), lengths (B, 1) in tokens, s: KLSettings) -> (B, T): what is penalised instead of kl;
-# its slope scales the gradient. support/adaptive_rules.py adds rules of both kinds.
+# A rule: kl (B, T), lengths (B, 1) in tokens, s: KLSettings -> (B, T), penalised instead of kl; its
+# slope scales the gradient. support/adaptive_rules.py adds rules of both kinds.
 TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # kl_penalty cuts d instead
 
 
@@ -922,7 +922,7 @@ class KLController:
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Evaluate, log, save.
+# 12. Evaluate, log, save.  At a first reading, go on with section 13.
 
 def evaluate(policy, llm, tokenizer, problems, cfg):
     """Samples one response to each held-out problem, of the task and of other skills. Returns
@@ -1118,7 +1118,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
         rollout_seconds = time.perf_counter() - start
 
-        # 2. Score them. The gradient depends on differences within a group only.
+        # 2. Score them. By these advantages only differences within a group matter.
         texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
@@ -1130,8 +1130,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
         batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
         n_tokens = batch["response_mask"].sum().item()
-        # Without a KL term rows with advantage 0 teach nothing. They get microbatches of their own,
-        # whose slow backward pass have_slope leaves out, and the means of the log leave them out.
+        # Without a KL term rows with advantage 0 have no gradient. They get microbatches of their
+        # own, whose backward pass is skipped, and are not counted in the log's means.
         teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
         batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
         n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
@@ -1194,8 +1194,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 14. The numbers.
 
-# Taken for what main() has as None. preset="auto" is "qwen3-1.7b" on a GPU or with a model_id of
-# yours; otherwise "tiny", or "smollm2" without support/, where the built-in model lies.
+# A preset fills the parameters of main() that are None. preset="auto" is "qwen3-1.7b" on a GPU or
+# with a model_id of yours; otherwise "tiny", or "smollm2" without support/.
 PRESETS = {
     "tiny": dict(  # the built-in model
         model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
@@ -1237,7 +1237,7 @@ def main(
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
-    importance_cap=2.0,  # correction of the sampler in the PPO term is cut here; None: nowhere any
+    importance_cap=2.0,  # cut of the sampler's correction in the PPO term; None: no correction
     epochs_per_rollout=1,  # optimiser steps per rollout
 
     # KL penalty. README_KL.md has the measured tables.
@@ -1246,7 +1246,7 @@ def main(
     kl_estimator="k3",  # what is measured: "k1", "k2", "k3", or over the vocabulary one of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
-    kl_adaptation_method="none",  # of TERM_RULES, of COEFFICIENT_RULES, or one of each: "a+b"
+    kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
     kl_target=0.1,  # nats per token; the next four are of rules in support/adaptive_rules.py
     dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
@@ -1289,7 +1289,7 @@ def main(
         raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
-        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
+        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)  # one that moves: run.state
     if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
