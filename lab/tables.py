@@ -155,15 +155,20 @@ def coefficient_table():
 
 def divergence_table():
     """Divergence and placement at several coefficients, with the diversity that is left."""
-    lines = []
-    for settings, rows in runs_of("kl_divergences", sweep.DIVERGENCES):
+    groups = runs_of("kl_divergences", sweep.DIVERGENCES)
+    everything = [row for _, rows in groups for row in rows]
+    lines = [["before training", "", "", *(per_cent(numbers(everything, f"{name}_before")) for name
+                                           in ("solved", "pass_at_1", "pass_at_8")),
+              before_training(everything)[1], "0", "0"]]
+    for settings, rows in groups:
         kind = [settings.get("kl_estimator", "k3"), *(settings[name] for name in (
             "kl_gradient", "kl_in", "loss_average") if name in settings)]
         lines.append([", ".join(kind) if "kl_coef" in settings else "", coefficient(settings),
+                      len(rows),
                       *(per_cent(numbers(rows, f"{name}_after"))
                         for name in ("solved", "pass_at_1", "pass_at_8")), *measured(rows)[1:3],
                       spread(numbers(rows, "forward_kl_per_token"), 3)])
-    return table(["KL", "kl_coef", "solved, %", "pass@1, %", "pass@8, %", *MEASURED[1:3],
+    return table(["KL", "kl_coef", "seeds", "solved, %", "pass@1, %", "pass@8, %", *MEASURED[1:3],
                   "KL(reference ‖ policy) per token"], lines)
 
 
