@@ -221,6 +221,9 @@ def check_resume(run):
     if run.cfg.n_train_steps < n_done:
         raise InputError(f"n_train_steps = {run.cfg.n_train_steps} counts from the start, and "
                          f"{run.folder} has done {n_done} steps; use more")
+    if run.cfg.n_train_steps == n_done:
+        print(f"{run.folder} has done all its {n_done} steps: only its end is repeated; to go on, "
+              "raise n_train_steps")
 
 
 def check_model(policy, tokenizer, problems, cfg):

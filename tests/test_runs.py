@@ -198,6 +198,7 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
     printed = capsys.readouterr().out
     assert steps_in(printed) == steps_in(printed, "Eval at step") == []
     assert again == first and outcome(tmp_path) == ended
+    assert ("has done all its 2 steps: only its end" in printed) == (kind == "support")
     resume(kind, checkpoint, tmp_path, n_train_steps=3)
     assert steps_in(capsys.readouterr().out) == [3]
     if kind == "support":
