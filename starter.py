@@ -109,8 +109,8 @@ def find_support():
 # --------------------------------------------------------------------------------------------------
 # 1. Problems.  A task's name -> problems for training and held-out problems.
 #
-# A problem is a dict with "prompt" and whatever the reward needs. A task is a function
-# from main()'s settings to (training problems, held-out problems), given as task or named in TASKS.
+# A problem is a dict with "prompt" and whatever the reward needs. A task is a function from the
+# settings of main() to (training problems, held-out problems), given as task or named in TASKS.
 
 def is_held_out(*key):
     """Whether this problem is in the fixed quarter of all problems that is never trained on."""
@@ -282,7 +282,7 @@ def load_policy_into_vllm_instance(policy, llm):
     """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
     ones. Without it vLLM would sample from an old policy."""
     from transformers.core_model_loading import revert_weight_conversion
-    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # names of a checkpoint
+    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # as checkpoints name them
     llm.collective_rpc(load_weights_in_worker, args=(weights,))
     if llm.reset_prefix_cache() is not True:
         raise RunStopped("vLLM kept its prefix cache after a weight sync, so it would read "
@@ -1285,6 +1285,8 @@ def main(
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
     problems = Problems(*(with_prompt_ids(part, policy, tokenizer, cfg) for part in problems))
+    if not cfg.stop_token_ids:
+        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     if not (problems.train and problems.held_out):
         raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
@@ -1301,9 +1303,8 @@ def main(
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
     llm = None
     if cfg.engine == "vllm":
-        longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
-        llm = init_vllm(cfg.model_id, cfg.seed, longest + cfg.max_new_tokens, cfg.gpu_mem_util,
-                        cfg.bf16)
+        longest = cfg.max_new_tokens + max(len(x["prompt_ids"]) for part in problems for x in part)
+        llm = init_vllm(cfg.model_id, cfg.seed, longest, cfg.gpu_mem_util, cfg.bf16)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, cfg.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=cfg.weight_decay, fused=True)
@@ -1344,9 +1345,8 @@ def main(
 def choose(cfg):
     """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
     has_support = find_support() is not None
-    if cfg.device == "auto":
-        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.device = torch.device(cfg.device)
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(auto if cfg.device == "auto" else cfg.device)
     if cfg.device.index is not None:
         torch.cuda.set_device(cfg.device)
     on_gpu = cfg.device.type == "cuda"

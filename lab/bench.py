@@ -126,6 +126,12 @@ def run_trl(settings, rows, module="bench"):
     return json.loads(run_python(["-c", program, json.dumps([settings, rows])]))
 
 
+def chosen(settings):
+    """What main() makes of these settings: cfg_with has the task and the dtype of tests."""
+    import starter
+    return starter.cfg_with(**dict(task=None, bf16="auto") | settings)
+
+
 def train_with_trl(settings, rows, each_step=None):
     """TRL's trainer with main()'s settings, `rows` rows at once. each_step(step, seconds, model) is
     called after each step, while the clock stands still."""
@@ -138,7 +144,7 @@ def train_with_trl(settings, rows, each_step=None):
     from lab.rows import peak_gb
     settings = dict(settings)
     is_distinct = settings.pop("distinct", True)
-    cfg = starter.cfg_with(**dict(task=None, bf16="auto") | settings)  # else those of tests
+    cfg = chosen(settings)
     problems, _, _ = starter.load_problems(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],

@@ -41,8 +41,7 @@ def run_trl(settings, contest):
 def train_with_trl(settings, rows):
     """Runs TRL's trainer in this process, with evaluations by starter.evaluate."""
     import starter
-    given = {name: x for name, x in settings.items() if name != "distinct"}
-    cfg = starter.cfg_with(**dict(task=None, bf16="auto") | given)
+    cfg = bench.chosen({name: x for name, x in settings.items() if name != "distinct"})
     policy, tokenizer = starter.init_policy(cfg.model_id, "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
     held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
