@@ -81,6 +81,12 @@ SWEEPS = {
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
+    # with the KL that forgetting is compared with, at coefficients that the sweep above leaves out
+    "smollm2_divergences": [SMOLLM2 | what for what in (
+        {}, *(ON | dict(kl_coef=kl_coef) for kl_coef in (0.2, 0.3)),
+        ON | dict(kl_coef=0.3, kl_estimator="exact_forward"),
+        *(ON | dict(kl_coef=kl_coef) | TO_GO for kl_coef in (0.1, 0.3)),
+        LORA, LORA | ON | dict(kl_coef=0.1))],
 }
 
 
