@@ -9,7 +9,7 @@
     python starter.py --n_train_steps 50    with another value for a parameter of main()
 
 It reads in the order in which the data flows, from problems to the loop and its numbers. The
-algorithm is in sections 6 to 10 and 13; what stands around them can wait.
+algorithm is in sections 6 to 10 and 13; what stands around them can wait, the last one longest.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -357,9 +357,8 @@ def rows_to_decode(prompts, max_new_tokens):
     recurrent and sliding-window layers would read padding before the response as text."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
-        n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
-        while together := list(itertools.islice(rows, n)):
-            yield together
+        rows, n = list(rows), max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
+        yield from (rows[i:i + n] for i in range(0, len(rows), n))
 
 
 @mechanics
@@ -562,24 +561,34 @@ AVERAGES = {
 }
 
 
-def take_rows(batch, rows, width=None):
-    """Returns these rows of every tensor of a batch, without the padding beyond width."""
-    return {name: tensor[rows, :width] for name, tensor in batch.items()}
+def weights_of_tokens(batch, responses, cfg, has_reference):
+    """Returns the weight of each token in the loss of the step, and in the means that are logged:
+    without a KL term rows with advantage 0 teach nothing, and count only if all are like that."""
+    mask = in_loss = batch["response_mask"]
+    if cfg.mask_truncated:
+        in_loss = mask & torch.tensor([[r.finished] for r in responses]).to(mask.device)
+    teaches = (batch["advantages"] * mask).any(dim=1, keepdim=True)
+    in_means = (mask & (teaches | has_reference | ~teaches.any())).float()
+    return {"weights": AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens),
+            "mean_weights": in_means / in_means.sum()}
 
 
 @mechanics
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
-    row. Rows of similar length come together; the longest first, since they need most memory."""
+    row. Rows of similar length come together; the longest first, since they need most memory; those
+    without a weight in the means last, and apart: support/ does not compute them."""
     mask = batch["response_mask"]
     lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).tolist()
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    counts = batch.get("mean_weights", mask).any(dim=1).tolist()
+    order = sorted(range(len(lengths)), key=lambda row: (not counts[row], -lengths[row]))
     microbatches = []
     while order:
         width = max(1, lengths[order[0]])
         n_rows = max(1, max_tokens // width)
-        microbatches.append(take_rows(batch, order[:n_rows], width))
-        order = order[n_rows:]
+        rows = [row for row in order[:n_rows] if counts[row] == counts[order[0]]]
+        microbatches.append({name: x[rows, :width] for name, x in batch.items()})
+        order = order[len(rows):]
     return microbatches
 
 
@@ -650,7 +659,7 @@ def masked_mean(tensor, mask, dim=None):
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, mask=None, kl=None, exact_kl=None, sampler_log_probs=None):
+                 kl_coef=0.0, mask=None, kl=None, vocab_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
     (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
     (low, high), DAPO's "clip-higher". A mean taken here is over the rows of one microbatch only."""
@@ -672,7 +681,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
         sampler_log_probs = old_log_probs if sampler_log_probs is None else sampler_log_probs
         penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl,
-                                    exact_kl)
+                                    vocab_kl)
         metadata |= of_kl
         if kl_coef and kl.placement != "reward":
             loss = loss + kl_coef * penalty
@@ -701,7 +710,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # Backward twice: loss -> these copies, then, if it has a slope there, copies -> weights (slow).
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
-    exact_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
+    vocab_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
     advantages = rows["advantages"]
@@ -716,28 +725,27 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
         sampler_log_probs = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, exact_kl,
+                                  ref_log_probs, kl_coef, mask, cfg.kl, vocab_kl,
                                   sampler_log_probs)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
     slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
     if have_slope(slopes):
         torch.autograd.backward(*zip(*slopes))
+    seen = {"entropy": statistics.entropy, "sampler_logprob_diff": sampler_error.abs()}
     if ref_model is not None:  # both divergences, whichever is penalised
-        metadata["kl_per_token"] = masked_mean(statistics.exact_kl.detach(), mask)
-        metadata["kl_forward"] = masked_mean(statistics.forward_kl.detach(), mask)
-    metadata["entropy"] = masked_mean(statistics.entropy.detach(), mask)
-    metadata["sampler_logprob_diff"] = masked_mean(sampler_error.abs(), mask)
-    return loss.detach(), metadata
+        seen |= {"kl_per_token": statistics.exact_kl, "kl_forward": statistics.forward_kl}
+    return loss.detach(), metadata | {
+        name: masked_mean(values.detach(), mask) for name, values in seen.items()}
 
 
 @mechanics
-def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step. Returns its loss, and means over the n_counted tokens."""
+def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
+    """Adds up the gradients of a step. Returns its loss, and means over its tokens."""
     sums = Counter()  # its update adds
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
-        share = (rows["response_mask"] & rows["counted"]).sum() / n_counted
+        share = (rows["mean_weights"] * rows["response_mask"]).sum()
         sums.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
     return {name: value.item() for name, value in sums.items()}
 
@@ -844,23 +852,24 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exact_kl=None):
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, vocab_kl=None):
     """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
+    The gradient at token t, with w = pi / sampler, and later = KL_t+1 + KL_t+2 + ... as estimated:
 
-    s.gradient, of a sampled estimator. "reverse": pi / sampler * d * grad log pi, whose mean over
-    what the sampler draws is the gradient of KL(policy || reference), whichever estimator is
-    reported; the cap of pi / sampler bounds and biases it. "as_written": autograd through the
-    estimator, to reproduce papers. An estimator in EXACT has its own gradient.
+        s.placement   s.gradient "reverse"                  an estimator in EXACT (vocab_kl)
+        loss          w * d_t * grad log pi_t               grad KL_t
+        loss_to_go    w * (d_t + later) * grad log pi_t     grad KL_t + w * later * grad log pi_t
 
-    s.placement. "loss": token t pays for its own KL_t. "loss_to_go": also for the later KL_t+1 +
-    KL_t+2 + ..., a constant times grad log pi_t: on the policy's own samples this is the gradient
-    of the whole response's KL, with "exact" at the lowest variance (Rao-Blackwell). "reward": the
-    KL is in the advantages already, and compute_loss leaves the penalty out."""
+    The mean of the first row over what the sampler draws is the gradient of KL(policy || reference)
+    at the states it visits; of the second, on the policy's own samples, that of whole responses,
+    where "exact" has the least noise (Rao-Blackwell). s.ratio_cap cuts w, which bounds and biases
+    it. "as_written": autograd through the estimator instead, to reproduce papers. With the
+    placement "reward" the KL is in the advantages, and compute_loss leaves the penalty out."""
     d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
     capped_ratio = ratio.clamp(max=s.ratio_cap)
-    if s.estimator in EXACT and exact_kl is not None:
-        kl = exact_kl
+    if s.estimator in EXACT and vocab_kl is not None:
+        kl = vocab_kl
     elif s.gradient == "as_written":
         kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
     else:
@@ -879,7 +888,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, exac
     is_cut = (ratio > s.ratio_cap) & (gradient_has_ratio or s.placement == "loss_to_go")
     return penalty, {
         "kl_penalty_mean": kl if is_exact else estimates[s.estimator],
-        "kl_per_token": estimates["k3"] if exact_kl is None else exact_kl,
+        "kl_per_token": estimates["k3"] if vocab_kl is None else vocab_kl,
         "adaptive_kl/adapted_kl": adapted if is_exact else capped_ratio * adapted,
         "kl_capped_frac": is_cut | (d.abs() > s.log_ratio_cap),
         **{f"kl_{name}": values for name, values in estimates.items()},
@@ -922,7 +931,7 @@ class KLController:
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Evaluate, log, save.  At a first reading, go on with section 13.
+# 12. Evaluate and log.
 
 def evaluate(policy, llm, tokenizer, problems, cfg):
     """Samples one response to each held-out problem, of the task and of other skills. Returns
@@ -970,106 +979,6 @@ def log_eval(run, step, metrics):
         if name.startswith("retention_"):
             line += f" | {name.removeprefix('retention_')}: {value:.0%}"
     print(line, flush=True)
-
-
-class Run:
-    """A run's folder, with settings, TensorBoard's log and the last two checkpoints; and its state,
-    which is what one step hands to the next besides the weights."""
-
-    def __init__(self, cfg):
-        self.cfg = cfg
-        self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
-                      "kl": None, "before": None, "after": None}
-        self.saved = None  # the content of the checkpoint to go on from
-        self.writer = None  # TensorBoard's, in the first of torchrun's processes
-        self.is_first = os.environ.get("RANK", "0") == "0"
-        self.stop = 0  # the number of SIGINT or SIGTERM: end after this step
-        values = {name: getattr(cfg, name) for name in inspect.signature(main).parameters}
-        self.settings = json.loads(json.dumps(
-            values, default=lambda x: getattr(x, "__name__", re.sub(" at 0x.*", "", str(x)))))
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name or ''}".strip("_")
-        self.folder = Path(cfg.out_dir) / name
-        if cfg.resume:
-            newest = max(Path(cfg.out_dir).glob("*/settings.json"), default=Path("none/none"))
-            self.folder = newest.parent if cfg.resume is True else Path(cfg.resume)
-
-    def log(self, what, *values):
-        """One call of TensorBoard's writer, in the first process."""
-        try:
-            if self.writer is not None:
-                getattr(self.writer, what)(*values)
-        except OSError as error:  # the disk is full, say: the run goes on
-            self.writer = None
-            print(f"Warning: nothing more is logged: {error}", flush=True)
-
-    def save(self):
-        """Writes weights, AdamW's moments and the state to checkpoint_<step>_<checksum>.pt, which
-        gets this name when it is on the disk: a checkpoint is whole or it is not there."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-        model, optimizer = get_state_dict(self.policy, self.optimizer, options=self.options)
-        if not self.is_first:
-            return
-        self.log("flush")
-        try:
-            with open(self.folder / "unfinished", "wb+") as file:
-                torch.save({"model": model, "optimizer": optimizer, "state": self.state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-                file.seek(0)
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-            name = f"checkpoint_{self.state['step']:08d}_{checksum}.pt"
-            (self.folder / "unfinished").replace(self.folder / name)
-        except (OSError, RuntimeError) as error:
-            (self.folder / "unfinished").unlink(missing_ok=True)
-            print(f"Warning: no checkpoint of step {self.state['step']}: {error}", flush=True)
-        for old in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            old.unlink()
-
-    def find_checkpoint(self):
-        """To resume: prints which settings have changed, and reads the newest whole checkpoint."""
-        if not self.cfg.resume:
-            return
-        path = self.folder / "settings.json"
-        if not path.is_file():
-            raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
-        for name, before in json.loads(path.read_text("utf-8")).items():
-            now = self.settings.get(name, before)
-            if now != before and name != "resume":
-                print(f"resume: {name} was {before!r}, now it is {now!r}")
-        for path in sorted(self.folder.glob("checkpoint_*.pt"), reverse=True):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest()[:16] in path.name:
-                    file.seek(0)
-                    self.saved = torch.load(file, map_location="cpu", weights_only=True)
-                    self.state = self.saved["state"]
-                    break
-            print(f"Warning: {path} is damaged; going back to the checkpoint before it")
-        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
-            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
-
-    def open(self, policy, optimizer):
-        """Loads the checkpoint if there is one. Makes the folder and writes settings.json."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-        self.policy, self.optimizer = policy, optimizer
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-        # With LoRA the adapters only. Of several processes the first one has the whole state.
-        self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
-                                        ignore_frozen_params=True)
-        if self.saved is not None:
-            groups = [dict(group) for group in optimizer.param_groups]
-            set_state_dict(policy, optimizer, model_state_dict=self.saved["model"],
-                           optim_state_dict=self.saved["optimizer"], options=self.options)
-            for group, values in zip(optimizer.param_groups, groups):
-                group.update(values)  # the learning rate and the like are those of now
-            self.saved = None
-            print(f"resumed: {self.folder} after step {self.state['step']}")
-        if self.is_first:
-            from torch.utils.tensorboard import SummaryWriter
-            # What was logged after the checkpoint is dropped, since it will be logged again.
-            first = self.state["step"] + (self.state["before"] is not None)
-            self.writer = SummaryWriter(self.folder, purge_step=first)  # makes the folder
-            (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1125,19 +1034,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 
         # 3. Lay the step out in (B, T) microbatches, with the weight of each token in the loss.
         batch = make_batch(responses, advantages, policy.device)
-        in_loss = batch["response_mask"]
-        if cfg.mask_truncated:
-            in_loss = in_loss & torch.tensor([[r.finished] for r in responses]).to(policy.device)
-        batch["weights"] = AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens)
-        n_tokens = batch["response_mask"].sum().item()
-        # Without a KL term rows with advantage 0 have no gradient. They get microbatches of their
-        # own, whose backward pass is skipped, and are not counted in the log's means.
-        teaches = (batch["advantages"] * batch["response_mask"]).any(dim=1)
-        batch["counted"] = teaches[:, None] | (ref_model is not None) | ~teaches.any()
-        n_counted = (batch["response_mask"] & batch["counted"]).sum().item()
-        microbatches = [rows for part in (teaches, ~teaches) if part.any()
-                        for rows in cut_microbatches(take_rows(batch, part),
-                                                     cfg.max_tokens_per_microbatch)]
+        batch |= weights_of_tokens(batch, responses, cfg, ref_model is not None)
+        microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
 
         # 4. One optimiser step per epoch over the whole rollout. The rate is set here alone.
         for group in optimizer.param_groups:
@@ -1145,7 +1043,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         sums = Counter()
         for epoch in range(cfg.epochs_per_rollout):
             beta = controller.beta
-            means = accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model, beta)
+            means = accumulate_gradients(policy, microbatches, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
             for parameter in policy.parameters():  # AdamW would skip it: no momentum, no decay
@@ -1166,6 +1064,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 
         # 5. Log, evaluate and save.
         seconds = time.perf_counter() - start
+        n_tokens = batch["response_mask"].sum().item()
         metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
         metrics |= {"lr": optimizer.param_groups[0]["lr"],
                     "response_length": n_tokens / len(responses),
@@ -1342,68 +1241,6 @@ def main(
     return result
 
 
-def choose(cfg):
-    """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
-    has_support = find_support() is not None
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.device = torch.device(auto if cfg.device == "auto" else cfg.device)
-    if cfg.device.index is not None:
-        torch.cuda.set_device(cfg.device)
-    on_gpu = cfg.device.type == "cuda"
-    name = cfg.preset
-    if name == "auto":
-        name = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
-    check_known("preset", name, ["auto", *PRESETS])
-    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
-    given = ", ".join(key for key in PRESETS[name] if key not in preset)
-    vars(cfg).update(preset)
-    if cfg.bf16 == "auto":
-        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
-    if cfg.engine == "auto":
-        cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
-    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
-    cfg.kl = kl_settings(cfg)
-    check_known("loss_average", cfg.loss_average, AVERAGES)
-    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
-    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
-        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
-                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
-    if not (has_support or has_data):
-        raise InputError(f"task = {cfg.task!r} needs support/; add it, or give --task file.jsonl")
-    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
-        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
-    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
-    engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
-    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
-            + (f" | not taken from it: {given}" if given else ""),
-            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
-
-
-def value_of(text):
-    """"50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. What is no Python value stays a text."""
-    switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return switches.get(text.lower(), text)
-
-
-def settings_from(arguments):
-    """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main()."""
-    if {"-h", "--help"} & {*arguments}:
-        print(inspect.getsource(main).partition("\n):")[0] + "\n)")
-        sys.exit()
-    names = [*inspect.signature(main).parameters]
-    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    for name in names:  # without a value it is True, as in --use_kl_penalty
-        parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
-    settings, others = parser.parse_known_args(arguments)
-    if others:
-        name = others[0].partition("=")[0]
-        raise InputError(f"{name} is not --name value; {nearest(name.removeprefix('--'), names)}")
-    return vars(settings)
-
-
 # --------------------------------------------------------------------------------------------------
 # 15. Quick tests.  They take a second or two and run before main().
 
@@ -1487,6 +1324,169 @@ def test_functions():
         except Exception as error:  # an edit above
             line = (error.__traceback__.tb_next or error.__traceback__).tb_lineno
             print(f"FAILED: {title} no longer holds (line {line}: {error!r:.80})")
+
+
+# --------------------------------------------------------------------------------------------------
+# 16. A run's folder, the settings that were not given, the command line.  They can wait.
+
+class Run:
+    """A run's folder, with settings, TensorBoard's log and the last two checkpoints; and its state,
+    which is what one step hands to the next besides the weights."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
+                      "kl": None, "before": None, "after": None}
+        self.saved = None  # the content of the checkpoint to go on from
+        self.writer = None  # TensorBoard's, in the first of torchrun's processes
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.stop = 0  # the number of SIGINT or SIGTERM: end after this step
+        values = {name: getattr(cfg, name) for name in inspect.signature(main).parameters}
+        self.settings = json.loads(json.dumps(
+            values, default=lambda x: getattr(x, "__name__", re.sub(" at 0x.*", "", str(x)))))
+        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name or ''}".strip("_")
+        self.folder = Path(cfg.out_dir) / name
+        if cfg.resume:
+            newest = max(Path(cfg.out_dir).glob("*/settings.json"), default=Path("none/none"))
+            self.folder = newest.parent if cfg.resume is True else Path(cfg.resume)
+
+    def log(self, what, *values):
+        """One call of TensorBoard's writer, in the first process."""
+        try:
+            if self.writer is not None:
+                getattr(self.writer, what)(*values)
+        except OSError as error:  # the disk is full, say: the run goes on
+            self.writer = None
+            print(f"Warning: nothing more is logged: {error}", flush=True)
+
+    def save(self):
+        """Writes weights, AdamW's moments and the state to checkpoint_<step>_<checksum>.pt, which
+        gets this name when it is on the disk: a checkpoint is whole or it is not there."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        model, optimizer = get_state_dict(self.policy, self.optimizer, options=self.options)
+        if not self.is_first:
+            return
+        self.log("flush")
+        try:
+            with open(self.folder / "unfinished", "wb+") as file:
+                torch.save({"model": model, "optimizer": optimizer, "state": self.state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+                file.seek(0)
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+            name = f"checkpoint_{self.state['step']:08d}_{checksum}.pt"
+            (self.folder / "unfinished").replace(self.folder / name)
+        except (OSError, RuntimeError) as error:
+            (self.folder / "unfinished").unlink(missing_ok=True)
+            print(f"Warning: no checkpoint of step {self.state['step']}: {error}", flush=True)
+        for old in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            old.unlink()
+
+    def find_checkpoint(self):
+        """To resume: prints which settings have changed, and reads the newest whole checkpoint."""
+        if not self.cfg.resume:
+            return
+        path = self.folder / "settings.json"
+        if not path.is_file():
+            raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
+        for name, before in json.loads(path.read_text("utf-8")).items():
+            if name != "resume" and self.settings.get(name, before) != before:
+                print(f"resume: {name} was {before!r}, now it is {self.settings[name]!r}")
+        for path in sorted(self.folder.glob("checkpoint_*.pt"), reverse=True):
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest()[:16] in path.name:
+                    file.seek(0)
+                    self.saved = torch.load(file, map_location="cpu", weights_only=True)
+                    self.state = self.saved["state"]
+                    break
+            print(f"Warning: {path} is damaged; going back to the checkpoint before it")
+        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
+            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
+
+    def open(self, policy, optimizer):
+        """Loads the checkpoint if there is one. Makes the folder and writes settings.json."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+        self.policy, self.optimizer = policy, optimizer
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        # With LoRA the adapters only. Of several processes the first one has the whole state.
+        self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
+                                        ignore_frozen_params=True)
+        if self.saved is not None:
+            groups = [dict(group) for group in optimizer.param_groups]
+            set_state_dict(policy, optimizer, model_state_dict=self.saved["model"],
+                           optim_state_dict=self.saved["optimizer"], options=self.options)
+            for group, values in zip(optimizer.param_groups, groups):
+                group.update(values)  # the learning rate and the like are those of now
+            self.saved = None
+            print(f"resumed: {self.folder} after step {self.state['step']}")
+        if self.is_first:
+            from torch.utils.tensorboard import SummaryWriter
+            # What was logged after the checkpoint is dropped, since it will be logged again.
+            first = self.state["step"] + (self.state["before"] is not None)
+            self.writer = SummaryWriter(self.folder, purge_step=first)  # makes the folder
+            (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
+
+
+def choose(cfg):
+    """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
+    has_support = find_support() is not None
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(auto if cfg.device == "auto" else cfg.device)
+    if cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)
+    on_gpu = cfg.device.type == "cuda"
+    usual = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
+    name = usual if cfg.preset == "auto" else cfg.preset
+    check_known("preset", name, ["auto", *PRESETS])
+    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
+    given = ", ".join(key for key in PRESETS[name] if key not in preset)
+    vars(cfg).update(preset)
+    if cfg.bf16 == "auto":
+        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
+    if cfg.engine == "auto":
+        cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
+    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
+    cfg.kl = kl_settings(cfg)
+    check_known("loss_average", cfg.loss_average, AVERAGES)
+    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
+    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
+        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
+                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
+    if not (has_support or has_data):
+        raise InputError(f"task = {cfg.task!r} needs support/; add it, or give --task file.jsonl")
+    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
+        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
+    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
+    engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
+    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
+            + (f" | not taken from it: {given}" if given else ""),
+            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
+
+
+def value_of(text):
+    """"50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. What is no Python value stays a text."""
+    switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return switches.get(text.lower(), text)
+
+
+def settings_from(arguments):
+    """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main()."""
+    if {"-h", "--help"} & {*arguments}:
+        print(inspect.getsource(main).partition("\n):")[0] + "\n)")
+        sys.exit()
+    names = [*inspect.signature(main).parameters]
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    for name in names:  # without a value it is True, as in --use_kl_penalty
+        parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
+    settings, others = parser.parse_known_args(arguments)
+    if others:
+        name = others[0].partition("=")[0]
+        raise InputError(f"{name} is not --name value; {nearest(name.removeprefix('--'), names)}")
+    return vars(settings)
 
 
 if __name__ == "__main__":

@@ -753,7 +753,7 @@ def two_epochs(path, batch, max_tokens, cfg, kl_coef):
     microbatches = starter.cut_microbatches(dict(batch), max_tokens)
     found = []
     for epoch in range(2):
-        means = starter.accumulate_gradients(policy, microbatches, 40, cfg,
+        means = starter.accumulate_gradients(policy, microbatches, cfg,
                                              ref_model if kl_coef else None, kl_coef)
         found.append((means, gradient_of(policy)))
         for parameter in policy.parameters():

@@ -12,14 +12,14 @@ import starter
 SHIPPED = {
     "read_problems": "e56db4b33148",
     "draw_from": "3ae328c5981b",
-    "rows_to_decode": "fae64aaf7a54",
+    "rows_to_decode": "6c71fb1a988c",
     "decode": "4c653da025a2",
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
-    "compute_loss": "9caa07ac4c9d",
-    "grpo_microbatch_step": "58d7e1b1b807",
-    "accumulate_gradients": "790611ad5851",
+    "compute_loss": "a9a666cacc42",
+    "grpo_microbatch_step": "c61fdef56ce5",
+    "accumulate_gradients": "881b69eb9943",
 }
 
 LOSS = ("compute_loss", "grpo_microbatch_step", "accumulate_gradients")

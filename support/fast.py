@@ -462,7 +462,7 @@ def outputs_of(functions, policy, responses, cfg, at_once):
         whole = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
         statistics = []
         for rows in torch.arange(len(responses)).split(at_once):
-            batch = starter.take_rows(whole, rows)
+            batch = {name: tensor[rows] for name, tensor in whole.items()}
             mask = batch["response_mask"]
             x = functions["token_statistics"](policy, batch, cfg.temperature, False, ref_model)
             weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)

@@ -139,19 +139,20 @@ def attach(run):
     the attempt, and the step is repeated with smaller microbatches, which take the place of those
     in the list. Their size is kept in run.state for all later steps.
 
-    Rows that are not counted teach nothing by the shipped loss. They get no forward pass then."""
+    Rows without a weight in the means teach nothing by the shipped loss. Then they get no forward
+    pass."""
     edited = [name for name in edits.LOSS if not edits.is_shipped(name)]
     if edited:
         print(f"edited: {', '.join(edited)}; so rows without an advantage have a forward pass, too")
         if run.cfg.epochs_per_rollout == 1 and "compute_loss" in edited:
             print("With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing")
 
-    def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
+    def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
         while True:
-            rows_to_compute = [rows for rows in microbatches if edited or rows["counted"].any()]
+            counted = [rows for rows in microbatches if edited or rows["mean_weights"].any()]
             try:
-                return starter.accumulate_gradients.__wrapped__(policy, rows_to_compute, n_counted,
-                                                                cfg, ref_model, kl_coef)
+                return starter.accumulate_gradients.__wrapped__(policy, counted, cfg, ref_model,
+                                                                kl_coef)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise

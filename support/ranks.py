@@ -149,21 +149,23 @@ def cut_microbatches(batch, max_tokens):
     """This process's microbatches. All processes have the same number of them, since gradients are
     summed after each; rows without a token make up for it."""
     lengths = batch["response_mask"].sum(dim=1)
+    if "mean_weights" in batch:  # those that are not counted come last
+        lengths = lengths - lengths.max() * ~batch["mean_weights"].any(dim=1)
     own_rows = lengths.argsort(descending=True, stable=True)[RANK::WORLD]
     microbatches = []
     if len(own_rows):
-        own = starter.take_rows(batch, own_rows)
+        own = {name: tensor[own_rows] for name, tensor in batch.items()}
         microbatches = starter.cut_microbatches.__wrapped__(own, max_tokens)
-    empty = starter.take_rows(batch, slice(1), 1)
+    empty = {name: tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     most = max(gather([len(microbatches)]))
     return microbatches + [dict(empty) for _ in range(most - len(microbatches))]
 
 
-def accumulate_gradients(policy, microbatches, n_counted, cfg, ref_model=None, kl_coef=0.0):
+def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
     """The sums over all processes."""
     parts = gather([starter.accumulate_gradients.__wrapped__(
-        policy, microbatches, n_counted, cfg, ref_model, kl_coef)])
+        policy, microbatches, cfg, ref_model, kl_coef)])
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 

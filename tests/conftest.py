@@ -88,9 +88,9 @@ def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None
     if advantages is None:
         advantages = torch.linspace(-1, 1, len(responses))
     batch = starter.make_batch(responses, advantages, "cpu")
-    average = starter.AVERAGES[loss_average]
-    return batch | {"weights": average(batch["response_mask"].float(), max_new_tokens),
-                    "counted": torch.ones(len(responses), 1, dtype=torch.bool)}
+    mask = batch["response_mask"].float()
+    return batch | {"weights": starter.AVERAGES[loss_average](mask, max_new_tokens),
+                    "mean_weights": mask / mask.sum()}
 
 
 def advantages_by_loops(rewards, group_size, eps, normalize_by_std):

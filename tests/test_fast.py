@@ -198,19 +198,21 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
     """Gradients and means are those of the plain function."""
     model = model_named("qwen3")
     counted = torch.tensor([[True], [True], [False], [False], [True], [True]])
-    batch = make_rows() | {"advantages": torch.tensor([[1.0], [-0.5], [0.0], [0.0], [0.5], [0.0]]),
-                           "counted": counted}
+    batch = make_rows()
+    batch["advantages"] = torch.tensor([[1.0], [-0.5], [0.0], [0.0], [0.5], [0.0]])
     batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
-    n_counted = batch["response_mask"][counted[:, 0]].sum()
+    in_means = (batch["response_mask"] & counted).float()
+    batch["mean_weights"] = in_means / in_means.sum()
     n_read = []
     model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: n_read.append(len(inputs[0])))
 
     def step():
         n_read.clear()
-        microbatches = [starter.take_rows(batch, rows) for rows in torch.arange(6).split(2)]
+        microbatches = [{name: tensor[rows] for name, tensor in batch.items()}
+                        for rows in torch.arange(6).split(2)]
         for epoch in range(2):
-            means = starter.accumulate_gradients(model, microbatches, n_counted, settings())
+            means = starter.accumulate_gradients(model, microbatches, settings())
         assert len(microbatches) == 3
         gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()

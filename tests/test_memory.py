@@ -125,7 +125,7 @@ def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, error):
         policy.zero_grad()
         with with_memory_for(n_tokens, error):
             memory.attach(SimpleNamespace(state={}, cfg=starter.cfg_with()))
-            means = starter.accumulate_gradients(policy, microbatches, 40, cfg)
+            means = starter.accumulate_gradients(policy, microbatches, cfg)
         found.append((means["loss"], torch.cat([p.grad.flatten() for p in policy.parameters()])))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     assert max(rows["labels"].numel() for rows in microbatches) <= 20  # for the next epoch
