@@ -153,6 +153,11 @@ def coefficient_table():
     return table(["kl_coef", *MEASURED, *skills], lines)
 
 
+def kind_of_kl(settings):
+    return ", ".join([settings.get("kl_estimator", "k3"), *(settings[name] for name in (
+        "kl_gradient", "kl_in", "loss_average") if name in settings)])
+
+
 def divergence_table():
     """Divergence and placement at several coefficients, with the diversity that is left."""
     groups = runs_of("kl_divergences", sweep.DIVERGENCES)
@@ -161,10 +166,8 @@ def divergence_table():
                                            in ("solved", "pass_at_1", "pass_at_8")),
               before_training(everything)[1], "0", "0"]]
     for settings, rows in groups:
-        kind = [settings.get("kl_estimator", "k3"), *(settings[name] for name in (
-            "kl_gradient", "kl_in", "loss_average") if name in settings)]
-        lines.append([", ".join(kind) if "kl_coef" in settings else "", coefficient(settings),
-                      len(rows),
+        lines.append([kind_of_kl(settings) if "kl_coef" in settings else "",
+                      coefficient(settings), len(rows),
                       *(per_cent(numbers(rows, f"{name}_after"))
                         for name in ("solved", "pass_at_1", "pass_at_8")), *measured(rows)[1:3],
                       spread(numbers(rows, "forward_kl_per_token"), 3)])
@@ -173,17 +176,22 @@ def divergence_table():
 
 
 def forgetting_table():
-    """Over all runs of that sweep: which number goes along with what the other skills lost."""
-    rows = read_csv("kl_divergences")
-    lost = [other_skills(row, "before") - other_skills(row) for row in rows]
+    """Over all runs of a sweep: which number goes along with what was lost."""
     lines = []
-    for name, column in (("KL(policy ‖ reference)", "kl_per_token"),
-                         ("KL(reference ‖ policy)", "forward_kl_per_token")):
-        values = numbers(rows, column)
-        ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
-        lines.append([name, len(rows), *(f"{statistics.correlation(*pair):.2f}"
-                                         for pair in ((values, lost), ranks))])
-    return table(["per token", "runs", "correlation with what is lost", "of ranks"], lines)
+    for model, name, lost_by in (
+            ("built-in", "kl_divergences",
+             lambda row: other_skills(row, "before") - other_skills(row)),
+            ("SmolLM2", "smollm2_divergences", lambda row: 1 - float(row["questions_kept"]))):
+        rows = read_csv(name)
+        lost = list(map(lost_by, rows))
+        for divergence, column in (("KL(policy ‖ reference)", "kl_per_token"),
+                                   ("KL(reference ‖ policy)", "forward_kl_per_token")):
+            values = numbers(rows, column)
+            ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
+            lines.append([model, divergence, len(rows),
+                          *(f"{statistics.correlation(*pair):.2f}"
+                            for pair in ((values, lost), ranks))])
+    return table(["model", "per token", "runs", "correlation with what is lost", "of ranks"], lines)
 
 
 def method_table():
@@ -213,22 +221,27 @@ def recipe_table():
     return table(["recipe", "KL penalty", "steps", "training, s", *MEASURED[:3]], lines)
 
 
-def smollm2_table():
-    groups = runs_of("smollm2", sweep.SWEEPS["smollm2"])
-    everything = [row for _, rows in groups for row in rows]
-    lines = [["before training", "", "", per_cent(numbers(everything, "solved_before")), "0", "0",
-              "0", "100", "100", "", ""]]
-    for settings, rows in groups:
+def smollm2_table(name="smollm2"):
+    columns = [
+        ("solved, %", lambda rows: per_cent(numbers(rows, "solved_after"))),
+        ("KL per token", lambda rows: spread(numbers(rows, "kl_per_token"), 2)),
+        ("English, nats per token more",
+         lambda rows: spread(numbers(rows, "english_nats_more"), 3)),
+        ("questions kept, %", lambda rows: per_cent(numbers(rows, "questions_kept"))),
+        ("same tokens, %", lambda rows: per_cent(numbers(rows, "same_tokens")))]
+    if name == "smollm2":
+        columns += [("s a step", lambda rows: spread(numbers(rows, "s_per_step"), 1)),
+                    ("peak memory, GB", lambda rows: spread(numbers(rows, "peak_gb"), 1))]
+    else:
+        columns.insert(2, ("KL(reference ‖ policy)",
+                           lambda rows: spread(numbers(rows, "forward_kl_per_token"), 2)))
+    lines = []
+    for settings, rows in runs_of(name, sweep.SWEEPS[name]):
         lines.append([
             f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights",
-            coefficient(settings), len(rows), per_cent(numbers(rows, "solved_after")),
-            spread(numbers(rows, "kl_per_token"), 2), spread(numbers(rows, "kl_per_response"), 1),
-            spread(numbers(rows, "english_nats_more"), 3),
-            per_cent(numbers(rows, "questions_kept")), per_cent(numbers(rows, "same_tokens")),
-            spread(numbers(rows, "s_per_step"), 1), spread(numbers(rows, "peak_gb"), 1)])
-    return table(["what learns", "kl_coef", "seeds", "solved, %", "KL per token",
-                  "KL per response", "English, nats per token more", "questions kept, %",
-                  "same tokens, %", "s a step", "peak memory, GB"], lines)
+            kind_of_kl(settings) if "kl_coef" in settings else "", coefficient(settings), len(rows),
+            *(cell(rows) for _, cell in columns)])
+    return table(["what learns", "KL", "kl_coef", "seeds", *(title for title, _ in columns)], lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -402,6 +415,7 @@ TABLES = {
     "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
     "divergences": divergence_table, "forgetting": forgetting_table,
     "methods": method_table, "recipes": recipe_table, "smollm2": smollm2_table,
+    "smollm2_divergences": lambda: smollm2_table("smollm2_divergences"),
     "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,

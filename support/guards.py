@@ -77,6 +77,7 @@ class Guards:
 
     def __init__(self, run):
         self.run = run
+        self.n_steps = 0  # in this process
         lock(run)
         if run.is_first:
             keep_source(run)
@@ -91,6 +92,10 @@ class Guards:
             signs = evaluation_signs(metrics, state["before"] or metrics, samples, step, cfg)
         else:
             self.log_step(step, metrics, samples)
+            self.n_steps += 1
+            minutes = (cfg.n_train_steps - step) * metrics["time/total"] / 60
+            if self.n_steps == 2 and minutes > 1:  # the first one is slower
+                print(f"about {minutes:.0f} min to go, without evaluations", flush=True)
             first = state.setdefault("first", dict(metrics))
             first["frac_zero_std"] = min(first["frac_zero_std"], metrics["frac_zero_std"])
             state["n_equal"] = (state.get("n_equal", 0) + 1) * (metrics["frac_zero_std"] == 1)

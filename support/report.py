@@ -115,8 +115,8 @@ def log_hparams(result, run):
     between runs; its first metrics are those of 0_headline."""
     from torch.utils.tensorboard.summary import hparams
     settings = {}
-    for name, value in run.settings.items():
-        if name not in MAY_CHANGE or name in ("n_train_steps", "run_name"):
+    for name, value in (run.settings | {"bf16": run.cfg.bf16}).items():  # what "auto" chose
+        if name not in MAY_CHANGE or name in ("n_train_steps", "run_name", "bf16"):
             value = Path(value).name if name in ("model_id", "task") else value
             settings[name] = value if type(value) in (int, float) else str(value)
     if run.writer is not None:  # `add_hparams` would begin a second file of events in the folder

@@ -252,6 +252,10 @@ def check_model(policy, tokenizer, problems, cfg):
     ):
         if wrong:
             raise InputError(sentence)
+    # A mistake in a reward shows here, before the engine starts and anything is sampled.
+    [first] = problems.train[:1]
+    empty = starter.Response(first["prompt_ids"], [*cfg.stop_token_ids[:1]], [0.0], True)
+    starter.score.__wrapped__([empty], [first], tokenizer, cfg.reward)
     for line in notes(tokenizer, problems, cfg):
         print(line)
 

@@ -133,7 +133,7 @@ def step_of(rewards, group_size=2, **changes):
     problems = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(n // group_size)]
     responses = [starter.Response([1], [2, 3], [-1.0, -3.0], True)] * n
     metrics = dict(loss=0.1, grad_norm=1.0, reward_mean=0.3, frac_zero_std=0.0, truncated_frac=0.0,
-                   response_length=8.0)
+                   response_length=8.0) | {"time/total": 0.1}
     return metrics | changes, (problems, [f"t{i}" for i in range(n)], torch.tensor(rewards),
                                responses)
 
@@ -149,6 +149,13 @@ def test_best_and_worst_sample_are_those_of_the_step(tmp_path):
     run.logged.clear()
     guards.Guards(run)(11, metrics, samples)
     assert "samples/best" not in run.logged and "0_headline/reward" in run.logged
+
+
+def test_second_step_tells_how_long_the_run_will_take(tmp_path, capsys):
+    watch = guards.Guards(Log(tmp_path, n_train_steps=21))
+    for step, seconds in ((10, 99.0), (11, 12.0), (12, 60.0)):
+        watch(step, *step_of([0.1, 1.0], **{"time/total": seconds}))
+    assert capsys.readouterr().out == "about 2 min to go, without evaluations\n"
 
 
 def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path):

@@ -183,6 +183,14 @@ def test_refused_run_loads_no_model_and_writes_nothing(checkpoint, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "rollout", lambda *_: pytest.fail("responses were sampled"))
+    with pytest.raises(KeyError, match="gold") as error:
+        starter.main(**settings(checkpoint, tmp_path, reward=lambda text, x: x["gold"]))
+    assert "A reward returns a number; it got '' and {'prompt'" in error.value.__notes__[0]
+    assert not list(tmp_path.iterdir())
+
+
 # --------------------------------------------------------------------------------------------------
 # KL terms that are known not to work
 
@@ -236,7 +244,7 @@ def loaded(checkpoint, n_held_out=30, **changes):
     """What rules.check_model looks at."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     problems = starter.Problems(*(
-        [{"prompt": f"add {i}", "prompt_ids": [7, 8]} for i in some]
+        [{"prompt": f"add {i}", "answer": i, "prompt_ids": [7, 8]} for i in some]
         for some in (range(40), range(40, 40 + n_held_out), [])))
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=problems,
                            cfg=starter.cfg_with(model_id="model", **changes))

@@ -99,6 +99,7 @@ def test_hparams_have_the_same_columns_for_every_run(finished):
     assert not {"out_dir", "eval_every", "resume"} & columns[0].keys()
     assert [found["seed"].number_value for found in columns] == [0, 3]
     assert columns[0]["reward"].string_value == "variety"
+    assert columns[0]["bf16"].string_value in ("True", "False")  # what "auto" chose
     assert columns[0]["model_id"].string_value == "skilled"  # and not its path
 
 
