@@ -8,8 +8,9 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
 
-It reads in the order in which the data flows, from problems to the loop and its numbers. The
-algorithm is in sections 6 to 10 and 13; what stands around them can wait, the last one longest.
+It reads in the order in which the data flows, from problems to the loop and its numbers. For the
+algorithm read section 13, then 6 to 10, and 11 if you use the KL penalty. Easily broken are the
+shift in make_batch, the weights before the cut, each detach() of 10 and 11, the sync in rollout.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -463,7 +464,8 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; where it has several, the last one here. support/tasks.py adds two.
+# By a key of the problem; where it has several, the last one here. support/tasks.py adds two, which
+# score its own tasks: score_answer is for JSONL.
 SCORERS = {"answer": score_answer}
 
 
@@ -506,7 +508,8 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-    # Equal groups get exactly 0: their mean can be off by a bit. Not for a baseline across groups!
+    # Equal groups get exactly 0, since their mean can be off by a bit. For a baseline across groups
+    # delete this, and divide by rewards.std(): the std of an equal group is 0.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
@@ -551,12 +554,11 @@ def make_batch(responses, advantages, device):
 
 # (B, T) float mask of the whole step, longest possible response -> (B, T) weight of each token in
 # the loss, fixed before the step is cut into microbatches: the gradient does not depend on the cut.
+# grpo: mean over each response, then over responses (arXiv:2402.03300). dapo: mean over all tokens
+# (arXiv:2503.14476). dr_grpo: sum / constant: no response's own length matters (arXiv:2503.20783).
 AVERAGES = {
-    # Mean over each response, then over responses (arXiv:2402.03300).
     "grpo": lambda mask, max_new_tokens: mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
-    # Mean over all tokens (arXiv:2503.14476).
     "dapo": lambda mask, max_new_tokens: mask / mask.sum().clamp(min=1),
-    # Sum over tokens / (B * max_new_tokens): no response's own length matters (arXiv:2503.20783).
     "dr_grpo": lambda mask, max_new_tokens: mask / (len(mask) * max_new_tokens),
 }
 
@@ -580,13 +582,13 @@ def cut_microbatches(batch, max_tokens):
     without a weight in the means last, and apart: support/ does not compute them."""
     mask = batch["response_mask"]
     lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).tolist()
-    counts = batch.get("mean_weights", mask).any(dim=1).tolist()
-    order = sorted(range(len(lengths)), key=lambda row: (not counts[row], -lengths[row]))
+    in_means = batch.get("mean_weights", mask).any(dim=1).tolist()
+    order = sorted(range(len(lengths)), key=lambda row: (not in_means[row], -lengths[row]))
     microbatches = []
     while order:
         width = max(1, lengths[order[0]])
         n_rows = max(1, max_tokens // width)
-        rows = [row for row in order[:n_rows] if counts[row] == counts[order[0]]]
+        rows = [row for row in order[:n_rows] if in_means[row] == in_means[order[0]]]
         microbatches.append({name: x[rows, :width] for name, x in batch.items()})
         order = order[len(rows):]
     return microbatches
@@ -659,11 +661,11 @@ def masked_mean(tensor, mask, dim=None):
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, mask=None, kl=None, vocab_kl=None, sampler_log_probs=None):
+                 kl_coef=0.0, mask=None, kl_settings=None, vocab_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
     (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
     (low, high), DAPO's "clip-higher". A mean taken here is over the rows of one microbatch only."""
-    kl = kl or KLSettings()
+    kl_settings = kl_settings or KLSettings()
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
@@ -680,10 +682,10 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if ref_log_probs is not None:
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
         sampler_log_probs = old_log_probs if sampler_log_probs is None else sampler_log_probs
-        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl,
-                                    vocab_kl)
+        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask,
+                                    kl_settings, vocab_kl)
         metadata |= of_kl
-        if kl_coef and kl.placement != "reward":
+        if kl_coef and kl_settings.placement != "reward":
             loss = loss + kl_coef * penalty
     return loss, {name: masked_mean(x.detach().to(loss.dtype), mask)
                   for name, x in metadata.items()}
@@ -702,12 +704,14 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     """Forward pass, loss and backward pass of one microbatch.
 
     rows: (B, T) "input_ids", "labels", "response_mask", "weights", "rollout_log_probs"; (B, 1) or
-    (B, T) "advantages". In the first epoch of a rollout the detached log-probs of this pass become
-    rows["old_log_probs"], those of the policy that sampled (ratio = 1); later epochs keep them.
+    (B, T) "advantages". The first pass over these rows sets rows["old_log_probs"], so its ratio is
+    1; later epochs keep them. For an optimiser step per minibatch set them in train before, to
+    rows["rollout_log_probs"]: else the ratio of each minibatch is 1, and nothing is clipped.
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Backward twice: loss -> these copies, then, if it has a slope there, copies -> weights (slow).
+    # Backward in two parts: from the loss to these copies, then, where that gradient is not 0, from
+    # there to the weights, which is the slow part.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
     vocab_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
@@ -751,7 +755,7 @@ def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0)
 
 
 # --------------------------------------------------------------------------------------------------
-# 11. KL penalty.  Log-probs -> a penalty per token. At a first reading, go on with section 12.
+# 11. KL penalty.  Log-probs -> a penalty per token.
 # Below, d = log pi - log ref, at a token that the policy sampled. Three choices are independent of
 # each other: the estimator (which number), the gradient (of what), the placement (who pays for it).
 
@@ -826,13 +830,13 @@ class KLSettings:
         return kl if rule is None else TERM_RULES[rule](kl, lengths, self)
 
 
-def kl_settings(cfg):
+def kl_settings_of(cfg):
     """Returns the KLSettings in main()'s parameters."""
-    usual = 5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0
+    threshold = cfg.kl_clip_threshold or (5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0)
     return KLSettings(
         cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
-        cfg.kl_clip_threshold or usual, cfg.kl_target, cfg.dynamic_beta_decay,
-        cfg.reward_threshold, cfg.beta_min, cfg.beta_schedule_steps, cfg.max_new_tokens)
+        threshold, cfg.kl_target, cfg.dynamic_beta_decay, cfg.reward_threshold, cfg.beta_min,
+        cfg.beta_schedule_steps, cfg.max_new_tokens)
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
@@ -852,57 +856,51 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, s, vocab_kl=None):
-    """(B, T) log-probs, s: KLSettings -> (B, T) penalty to be multiplied by beta, (B, T) metadata.
-    The gradient at token t, with w = pi / sampler, and later = KL_t+1 + KL_t+2 + ... as estimated:
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, settings, vocab_kl=None):
+    """(B, T) log-probs -> (B, T) penalty, which compute_loss multiplies by beta, (B, T) metadata.
 
-        s.placement   s.gradient "reverse"                  an estimator in EXACT (vocab_kl)
-        loss          w * d_t * grad log pi_t               grad KL_t
-        loss_to_go    w * (d_t + later) * grad log pi_t     grad KL_t + w * later * grad log pi_t
-
-    The mean of the first row over what the sampler draws is the gradient of KL(policy || reference)
-    at the states it visits; of the second, on the policy's own samples, that of whole responses,
-    where "exact" has the least noise (Rao-Blackwell). s.ratio_cap cuts w, which bounds and biases
-    it. "as_written": autograd through the estimator instead, to reproduce papers. With the
-    placement "reward" the KL is in the advantages, and compute_loss leaves the penalty out."""
+    By default its value is k3(d), and its gradient w * d * grad log pi, with w = pi / sampler. The
+    mean of that over what the sampler draws is the gradient of KL(policy || reference) at the
+    states it visits. ratio_cap cuts w, which bounds the gradient and biases it."""
     d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped_ratio = ratio.clamp(max=s.ratio_cap)
-    if s.estimator in EXACT and vocab_kl is not None:
+    capped_ratio = ratio.clamp(max=settings.ratio_cap)
+    if settings.estimator in EXACT and vocab_kl is not None:  # it has its own gradient
         kl = vocab_kl
-    elif s.gradient == "as_written":
-        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, s.estimator)
+    elif settings.gradient == "as_written":  # that of the estimator, to reproduce papers
+        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, settings.estimator)
     else:
-        capped_d = d.clamp(-s.log_ratio_cap, s.log_ratio_cap)
+        capped_d = d.clamp(-settings.log_ratio_cap, settings.log_ratio_cap)
         value = compute_kl_divergence(  # at most 20 nats, so that exp(-d) does not overflow
-            capped_d.clamp(-20, 20), torch.zeros_like(d), s.estimator)
+            capped_d.clamp(-20, 20), torch.zeros_like(d), settings.estimator)
         kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
-    adapted = penalty = s.adapted(kl, mask)
-    if s.placement == "loss_to_go":
+    adapted = penalty = settings.adapted(kl, mask)
+    if settings.placement == "loss_to_go":
+        # Token t also pays for KL_t+1 + KL_t+2 + ..., by that times w * grad log pi_t: on the own
+        # samples the gradient of whole responses' KL, and with "exact" the one of least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
-    # For the log. What is estimated from sampled tokens counts each of them pi / sampler times.
+    # The rest is for the log. What is estimated counts each sampled token w times.
     estimates = {name: capped_ratio * f(d.clamp(-20, 20)) for name, f in ESTIMATORS.items()}
-    is_exact = s.estimator in EXACT
-    gradient_has_ratio = s.gradient == "reverse" and s.placement == "loss" and not is_exact
-    is_cut = (ratio > s.ratio_cap) & (gradient_has_ratio or s.placement == "loss_to_go")
+    is_exact = settings.estimator in EXACT
     return penalty, {
-        "kl_penalty_mean": kl if is_exact else estimates[s.estimator],
+        "kl_penalty_mean": kl if is_exact else estimates[settings.estimator],
         "kl_per_token": estimates["k3"] if vocab_kl is None else vocab_kl,
         "adaptive_kl/adapted_kl": adapted if is_exact else capped_ratio * adapted,
-        "kl_capped_frac": is_cut | (d.abs() > s.log_ratio_cap),
+        "kl_capped_frac": (ratio > settings.ratio_cap) | (d.abs() > settings.log_ratio_cap),
         **{f"kl_{name}": values for name, values in estimates.items()},
     }
 
 
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, s):
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, settings):
     """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages: token t pays
     kl_coef * (KL_t + KL_t+1 + ...). With k1, and where the loss divides by a constant, this is the
     gradient of the response's KL. With a term rule each token pays for all, as it was published."""
-    d = (log_probs - ref_log_probs).detach().clamp(-s.log_ratio_cap, s.log_ratio_cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), s.estimator)
-    to_go = sum_to_go(s.adapted(penalty, mask), mask)
-    return advantages - kl_coef * (to_go[:, :1] if s.rule_among(TERM_RULES) else to_go)
+    cap = settings.log_ratio_cap
+    d = (log_probs - ref_log_probs).detach().clamp(-cap, cap)
+    penalty = compute_kl_divergence(d, torch.zeros_like(d), settings.estimator)
+    to_go = sum_to_go(settings.adapted(penalty, mask), mask)
+    return advantages - kl_coef * (to_go[:, :1] if settings.rule_among(TERM_RULES) else to_go)
 
 
 class KLController:
@@ -1136,7 +1134,7 @@ def main(
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
-    importance_cap=2.0,  # cut of the sampler's correction in the PPO term; None: no correction
+    importance_cap=2.0,  # cut of the sampler's correction; None: no correction, in the KL neither
     epochs_per_rollout=1,  # optimiser steps per rollout
 
     # KL penalty. README_KL.md has the measured tables.
@@ -1190,7 +1188,8 @@ def main(
         raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
-        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)  # one that moves: run.state
+        # If it is to move, keep it in run.state: a run that is resumed makes this one again.
+        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
@@ -1247,8 +1246,8 @@ def main(
 def cfg_with(**changes):
     """The settings of a run with main()'s defaults and these changes, for tests."""
     parameters = {name: x.default for name, x in inspect.signature(main).parameters.items()}
-    usual = dict(preset="smollm2", task=len, device="cpu", bf16=False, stop_token_ids=(1,))
-    cfg = SimpleNamespace(**parameters | usual | changes)
+    fixed = dict(preset="smollm2", task=len, device="cpu", bf16=False, stop_token_ids=(1,))
+    cfg = SimpleNamespace(**parameters | fixed | changes)
     choose(cfg)
     return cfg
 
@@ -1323,11 +1322,12 @@ def test_functions():
             print(f"ok: {title}")
         except Exception as error:  # an edit above
             line = (error.__traceback__.tb_next or error.__traceback__).tb_lineno
-            print(f"FAILED: {title} no longer holds (line {line}: {error!r:.80})")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:80]
+            print(f"FAILED: {title} no longer holds (line {line}: {reason})")
 
 
 # --------------------------------------------------------------------------------------------------
-# 16. A run's folder, the settings that were not given, the command line.  They can wait.
+# 16. Around a run.  Its folder, the settings that were not given, the command line.
 
 class Run:
     """A run's folder, with settings, TensorBoard's log and the last two checkpoints; and its state,
@@ -1431,13 +1431,13 @@ class Run:
 def choose(cfg):
     """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
     has_support = find_support() is not None
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.device = torch.device(auto if cfg.device == "auto" else cfg.device)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(best if cfg.device == "auto" else cfg.device)
     if cfg.device.index is not None:
         torch.cuda.set_device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
-    usual = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
-    name = usual if cfg.preset == "auto" else cfg.preset
+    best = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
+    name = best if cfg.preset == "auto" else cfg.preset
     check_known("preset", name, ["auto", *PRESETS])
     preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
     given = ", ".join(key for key in PRESETS[name] if key not in preset)
@@ -1447,16 +1447,16 @@ def choose(cfg):
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
-    cfg.kl = kl_settings(cfg)
+    cfg.kl = kl_settings_of(cfg)
     check_known("loss_average", cfg.loss_average, AVERAGES)
     has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
-    if not (has_support or has_data):
-        raise InputError(f"task = {cfg.task!r} needs support/; add it, or give --task file.jsonl")
-    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
-        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
+    needs_support = cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny" or not has_data
+    if needs_support and not has_support:
+        raise InputError(f"without support/ give a JSONL file as task, not {cfg.task!r}; lora_rank,"
+                         " frozen_in_bf16 and the built-in model need support/ as well; add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())

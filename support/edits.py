@@ -17,7 +17,7 @@ SHIPPED = {
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
-    "compute_loss": "a9a666cacc42",
+    "compute_loss": "81a7ec56d020",
     "grpo_microbatch_step": "c61fdef56ce5",
     "accumulate_gradients": "881b69eb9943",
 }

@@ -183,7 +183,7 @@ FINE = FIRST | dict(reward_mean=0.6, response_length=9.0, kl_per_token=0.005, kl
     ("stuck", "0.0050 nats per token, below 0.01", dict(reward_mean=0.31), dict()),
     (None, "", dict(reward_mean=0.31, kl_per_token=0.02), dict()),
     ("length", "1.5 times as long as at first", dict(response_length=12.1), dict()),
-    ("capped", "their ratio is cut", dict(kl_capped_frac=0.2), dict()),
+    ("capped", "the KL term is cut", dict(kl_capped_frac=0.2), dict()),
     ("endless", "lower learning_rate = 1e-05 first", dict(truncated_frac=1.0), dict()),
     ("truncated", "max_new_tokens = 16, none reached a stop token (7,)",
      dict(truncated_frac=1.0, reward_mean=0.3, kl_per_token=0.05), dict(truncated_frac=1.0)),
