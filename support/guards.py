@@ -196,8 +196,8 @@ def step_signs(metrics, first, samples, step, cfg, n_equal=0):
          f"KL is {kl:.4f} nats per token, below 0.01, and the reward has not risen: nothing is "
          "learnt; lower kl_coef or raise learning_rate"),
         ("capped", metrics.get("kl_capped_frac", 0) > 0.1,
-         "for over 10 % of the tokens the KL term is cut, since the policy is far from the sampler, "
-         "or with clip_sound from the reference; lower epochs_per_rollout or learning_rate"),
+         "for over 10 % of the tokens the KL term is cut: the policy is far from the sampler, or "
+         "with clip_sound from the reference; lower epochs_per_rollout or learning_rate"),
         ("length", longer and "kl_per_token" in metrics,
          "responses are 1.5 times as long as at first, so that KL per token can fall while KL per "
          "response rises; watch train/kl_per_sequence"),

@@ -49,22 +49,25 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
 
 @torch.no_grad()
 def fault_of_saved_model(policy, problems, run):
-    """Reads the saved model and compares it with the policy, on a few prompts. Returns what is
-    wrong with it, in a sentence, or ""."""
+    """Reads the saved model and compares it with the policy, on a few prompts, in float32: in bf16
+    an adapter beside a weight and one merged into it round differently. Returns what is wrong with
+    it, in a sentence, or ""."""
     folder, cfg = run.folder / "model", run.cfg
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # until the first process has written it
     try:
         saved, _ = starter.init_policy(folder, cfg.device)
+        rounds = any(p.dtype == torch.bfloat16 for p in policy.parameters())  # frozen_in_bf16
+        limit = 0.3 if rounds else 1e-3 if cfg.device.type == "cpu" else 1e-2
         differences = []
         for problem in problems[:4]:
             ids = torch.tensor([problem["prompt_ids"]], device=cfg.device)
-            with torch.autocast(cfg.device.type, torch.bfloat16, enabled=cfg.bf16):
+            with torch.autocast(cfg.device.type, torch.bfloat16, enabled=rounds):
                 both = [model(input_ids=ids, use_cache=False).logits for model in (policy, saved)]
             both = [logits.float().log_softmax(dim=2) for logits in both]
             differences.append((both[0] - both[1]).abs().mean().item())
         found = f"differs from the policy by {max(differences):.2g} nats"
-        is_right = max(differences) < (0.1 if cfg.bf16 else 1e-3)
+        is_right = max(differences) < limit
     except Exception as error:  # code and files of the model's authors
         found = f"cannot be read ({' '.join(str(error).split())[:200]})"
         is_right = False

@@ -132,15 +132,16 @@ def test_without_matplotlib_a_line_says_so(tmp_path):
     assert line == "no pictures: matplotlib is not installed" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("spoil, words", [
-    (lambda name, tensor: tensor * 1.2 if "norm" in name else tensor, "differs from the policy by"),
-    (lambda name, tensor: None if "norm" in name else tensor, "cannot be read .*do not hold")])
+@pytest.mark.parametrize("bf16, spoil, words", [
+    (False, lambda name, tensor: tensor * 1.2 if "norm" in name else tensor, "differs from the po"),
+    (True, lambda name, tensor: tensor * 1.01 if "norm" in name else tensor, "differs from the p"),
+    (False, lambda name, tensor: None if "norm" in name else tensor, "cannot be read .*not hold")])
 def test_saved_model_that_is_not_the_policy_is_told_with_the_checkpoint(
-        checkpoint, tmp_path, monkeypatch, spoil, words):
+        checkpoint, tmp_path, monkeypatch, bf16, spoil, words):
     real = starter.weights_of
     monkeypatch.setattr(starter, "weights_of", lambda policy: (
         (name, spoiled) for name, tensor in real(policy)
         if (spoiled := spoil(name, tensor)) is not None))
     with pytest.raises(starter.RunStopped, match=f"the saved model, .*model, {words}.*; the "
                                                  "weights are in .*checkpoint_00000004_"):
-        starter.main(**settings(checkpoint, tmp_path))
+        starter.main(**settings(checkpoint, tmp_path, bf16=bf16))
