@@ -221,27 +221,26 @@ def recipe_table():
     return table(["recipe", "KL penalty", "steps", "training, s", *MEASURED[:3]], lines)
 
 
-def smollm2_table(name="smollm2"):
-    columns = [
-        ("solved, %", lambda rows: per_cent(numbers(rows, "solved_after"))),
-        ("KL per token", lambda rows: spread(numbers(rows, "kl_per_token"), 2)),
-        ("English, nats per token more",
-         lambda rows: spread(numbers(rows, "english_nats_more"), 3)),
-        ("questions kept, %", lambda rows: per_cent(numbers(rows, "questions_kept"))),
-        ("same tokens, %", lambda rows: per_cent(numbers(rows, "same_tokens")))]
-    if name == "smollm2":
-        columns += [("s a step", lambda rows: spread(numbers(rows, "s_per_step"), 1)),
-                    ("peak memory, GB", lambda rows: spread(numbers(rows, "peak_gb"), 1))]
-    else:
-        columns.insert(2, ("KL(reference ‖ policy)",
-                           lambda rows: spread(numbers(rows, "forward_kl_per_token"), 2)))
+SMOLLM2 = [  # title, column, digits; without digits in per cent
+    ("solved, %", "solved_after", None), ("KL per token", "kl_per_token", 2),
+    ("KL(reference ‖ policy)", "forward_kl_per_token", 2),
+    ("English, nats per token more", "english_nats_more", 3),
+    ("questions kept, %", "questions_kept", None), ("same tokens, %", "same_tokens", None),
+    ("s a step", "s_per_step", 1), ("peak memory, GB", "peak_gb", 1)]
+
+
+def smollm2_table(name, left_out):
+    columns = [column for column in SMOLLM2 if column[1] not in left_out]
     lines = []
     for settings, rows in runs_of(name, sweep.SWEEPS[name]):
+        cells = [(numbers(rows, column), digits) for _, column, digits in columns]
         lines.append([
             f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights",
-            kind_of_kl(settings) if "kl_coef" in settings else "", coefficient(settings), len(rows),
-            *(cell(rows) for _, cell in columns)])
-    return table(["what learns", "KL", "kl_coef", "seeds", *(title for title, _ in columns)], lines)
+            kind_of_kl(settings) if "kl_coef" in settings else "", coefficient(settings),
+            len(rows),
+            *(per_cent(x) if digits is None else spread(x, digits) for x, digits in cells)])
+    titles = [title for title, *_ in columns]
+    return table(["what learns", "KL", "kl_coef", "seeds", *titles], lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,8 +413,9 @@ RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range
 TABLES = {
     "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
     "divergences": divergence_table, "forgetting": forgetting_table,
-    "methods": method_table, "recipes": recipe_table, "smollm2": smollm2_table,
-    "smollm2_divergences": lambda: smollm2_table("smollm2_divergences"),
+    "methods": method_table, "recipes": recipe_table,
+    "smollm2": lambda: smollm2_table("smollm2", ["forward_kl_per_token"]),
+    "smollm2_divergences": lambda: smollm2_table("smollm2_divergences", ["s_per_step", "peak_gb"]),
     "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
     "explosion": explosion_table, "length": length_table,
     "architectures": architecture_table, "kills": kill_table, "speed": speed_table,

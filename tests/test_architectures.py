@@ -125,7 +125,6 @@ def test_type_without_a_model_of_text_alone_is_refused_before_it_is_loaded(tmp_p
         memory.check_fits(starter.cfg_with(model_id=str(tmp_path)))
 
 
-# --------------------------------------------------------------------------------------------------
 # What init_policy makes of a checkpoint
 
 def test_policy_is_float32_whatever_the_checkpoint_holds(checkpoint, tmp_path):
@@ -161,7 +160,6 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(checkpoint):
         assert starter.find_stop_tokens(policy, tokenizer) == expected
 
 
-# --------------------------------------------------------------------------------------------------
 # The checks see faults
 
 def pad_prompts(case, patch):

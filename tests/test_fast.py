@@ -78,7 +78,6 @@ def attach(model, **changes):
     return {*starter.MECHANICS}
 
 
-# --------------------------------------------------------------------------------------------------
 # Statistics
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +118,6 @@ def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
         assert 0 < (ours[0] - plain[0]).abs().mean() < 0.05
 
 
-# --------------------------------------------------------------------------------------------------
 # Which models, and edits
 
 def steeper(*inputs, shipped=fast.hidden_states):

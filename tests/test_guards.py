@@ -26,7 +26,6 @@ def watched(checkpoint, tmp_path_factory):
     return starter.main(**given)["run_folder"]
 
 
-# --------------------------------------------------------------------------------------------------
 # The lock
 
 LOCK = """
@@ -87,7 +86,6 @@ def test_run_is_locked_until_it_ends_or_this_process_begins_another(checkpoint, 
     assert resumed == first and is_free(first) and len(seen) > 11 and not any(seen)
 
 
-# --------------------------------------------------------------------------------------------------
 # What is logged
 
 def test_headline_curves_come_first_and_equal_those_they_repeat(watched):
@@ -170,7 +168,6 @@ def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path):
     assert "0_headline/reward" in logged[0] and "0_headline/reward" not in logged[1]
 
 
-# --------------------------------------------------------------------------------------------------
 # Warnings
 
 FIRST = dict(reward_mean=0.3, frac_zero_std=0.2, truncated_frac=0.0, response_length=8.0)
@@ -280,7 +277,6 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
     assert printed.count("it forgets") == printed.count("Eval at step") == 5
 
 
-# --------------------------------------------------------------------------------------------------
 # Steps that are skipped
 
 def test_responses_of_skipped_steps_are_kept_and_several_in_a_row_stop_the_run(tmp_path, capsys):

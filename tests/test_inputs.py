@@ -43,7 +43,6 @@ def refusal(check, *arguments):
     return text
 
 
-# --------------------------------------------------------------------------------------------------
 # Parameters of main()
 
 BAD = [
@@ -191,7 +190,6 @@ def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-# --------------------------------------------------------------------------------------------------
 # KL terms that are known not to work
 
 @pytest.mark.parametrize("changes, message", [
@@ -224,7 +222,6 @@ def test_kl_term_that_is_not_what_its_name_says_is_noted(changes, notes):
     assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines))
 
 
-# --------------------------------------------------------------------------------------------------
 # Models, tokenizers and problems
 
 @pytest.mark.parametrize("name, change", [

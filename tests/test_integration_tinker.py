@@ -112,7 +112,6 @@ def padded(rows):
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # Values and gradients
 
 def test_loss_and_gradient_through_the_sdk_equal_those_of_starter():
@@ -181,7 +180,6 @@ def test_rule_added_to_starter_works_without_touching_the_integration(monkeypatc
     assert controller.beta == 0.2
 
 
-# --------------------------------------------------------------------------------------------------
 # The built-in "ppo", and what travels.
 
 def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
@@ -242,7 +240,6 @@ def test_reference_logprobs_are_aligned_with_the_response():
         torch.testing.assert_close(torch.tensor(row), expected.detach())
 
 
-# --------------------------------------------------------------------------------------------------
 # Advantages, settings, refusals.
 
 def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():

@@ -85,7 +85,6 @@ def trained(*arguments, **options):
     return trainer
 
 
-# --------------------------------------------------------------------------------------------------
 # Options
 
 def settings_with(**options):
@@ -141,7 +140,6 @@ def test_replaced_compute_loss_is_refused_with_options_and_left_alone_without(mo
         settings_with(kl_adaptation_method="clip")
 
 
-# --------------------------------------------------------------------------------------------------
 # Loss and gradient
 
 @pytest.mark.slow
@@ -194,7 +192,6 @@ def test_exact_kl_and_log_probs_equal_the_models_logits(checkpoint, tmp_path):
         assert abs(trainer._exact_kl[row, column].item() - kl) <= 1e-5
 
 
-# --------------------------------------------------------------------------------------------------
 # Enumeration: two tokens of a vocabulary of three, in float64
 
 def enumerated(trainer, logits, ref_logits, old_logits):
@@ -263,7 +260,6 @@ def test_expected_gradient_equals_that_of_the_kl_by_enumeration(checkpoint, tmp_
             assert (error(old_logits, None) <= 1e-8) == corrected
 
 
-# --------------------------------------------------------------------------------------------------
 # Training
 
 @pytest.mark.slow
@@ -344,7 +340,6 @@ def test_two_processes_have_the_losses_of_one(checkpoint, tmp_path):
         assert len(set(history["adaptive_kl/current_beta"])) > 2
 
 
-# --------------------------------------------------------------------------------------------------
 # As a program: train in this process
 
 class KillAt(TrainerCallback):

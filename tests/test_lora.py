@@ -117,7 +117,6 @@ def test_policy_without_its_adapters_is_the_reference(path, estimator):
     assert (by_hand(policy) - expected).abs().max() > 0.01
 
 
-# --------------------------------------------------------------------------------------------------
 # Runs
 
 LORA = dict(lora_rank=4, use_kl_penalty=True, kl_coef=0.1, learning_rate=1e-2)

@@ -12,7 +12,6 @@ from support import tasks
 from conftest import make_tokenizer
 
 
-# --------------------------------------------------------------------------------------------------
 # Countdown and addition
 
 def key_of(problem):
@@ -63,7 +62,6 @@ def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
         assert starter.reward_fn(f"It is {problem['answer']}.", problem) == 1.0
 
 
-# --------------------------------------------------------------------------------------------------
 # Files, and data sets of the Hugging Face hub
 
 def write_jsonl(path, rows):
@@ -232,7 +230,6 @@ def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
     assert [problem["answer"] for problem in problems] == [str(i) for i in range(1, 41)]
 
 
-# --------------------------------------------------------------------------------------------------
 # From files to a step's prompts
 
 def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):

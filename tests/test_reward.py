@@ -32,7 +32,6 @@ def test_tasks_of_support_go_through_reward_fn_where_an_edit_acts_on_them(monkey
     assert starter.reward_fn.__code__.co_filename == starter.__file__
 
 
-# --------------------------------------------------------------------------------------------------
 # Countdown: arithmetic
 
 def test_arithmetic_is_exact_where_floats_are_not():
@@ -49,7 +48,6 @@ def test_each_number_must_be_used_exactly_once():
         assert reward_of(text, COUNTDOWN) == reward, text
 
 
-# --------------------------------------------------------------------------------------------------
 # Other answers: numbers, words; and any text
 
 @pytest.mark.parametrize("answer, gold", [

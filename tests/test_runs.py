@@ -105,7 +105,6 @@ def steps_in(printed, what="Step"):
     return [int(step) for step in re.findall(rf"^{what} (\d+) \|", printed, re.MULTILINE)]
 
 
-# --------------------------------------------------------------------------------------------------
 # Killed, and resumed
 
 # In the middle of a step, an evaluation, or a save: before its file is on the disk, before it has
@@ -185,7 +184,6 @@ def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path):
     assert steps_saved(tmp_path) == []
 
 
-# --------------------------------------------------------------------------------------------------
 # What resume finds
 
 @both
@@ -285,7 +283,6 @@ def test_two_runs_started_together_get_a_folder_each(checkpoint, tmp_path):
     assert starter.Run(cfg).folder != starter.Run(cfg).folder
 
 
-# --------------------------------------------------------------------------------------------------
 # A disk that is full
 
 @both
@@ -333,7 +330,6 @@ def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
     assert done == ["log", "checkpoint"]
 
 
-# --------------------------------------------------------------------------------------------------
 # Numbers that are not finite
 
 def test_reward_that_is_not_finite_skips_its_step(checkpoint, tmp_path, capsys):
@@ -378,7 +374,6 @@ def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path):
     assert list(scalars(result["run_folder"])["train/skipped_steps"].values()) == [0, 1, 1]
 
 
-# --------------------------------------------------------------------------------------------------
 # What a run computes, saves and logs
 
 def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_path):
