@@ -60,7 +60,7 @@ def reward_named(name):
 
     @functools.wraps(variety)
     def reward(text, problem):
-        is_now = next(calls) == 5 + 8 + 8 + 5 + 1
+        is_now = next(calls) == 1 + 5 + 8 + 8 + 5 + 1  # the first is a trial
         if is_now and name == "killed":
             raise Killed
         if is_now and name == "interrupted" and ranks.RANK == 1:
