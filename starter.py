@@ -579,7 +579,7 @@ def weights_of_tokens(batch, responses, cfg, has_reference):
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
     row. Rows of similar length come together; the longest first, since they need most memory; those
-    without a weight in the means last, and apart: support/ does not compute them."""
+    without a weight in the means last, and apart: support/ skips them if the loss is as shipped."""
     mask = batch["response_mask"]
     lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).tolist()
     in_means = batch.get("mean_weights", mask).any(dim=1).tolist()
@@ -876,8 +876,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, setting
         kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
     adapted = penalty = settings.adapted(kl, mask)
     if settings.placement == "loss_to_go":
-        # Token t also pays for KL_t+1 + KL_t+2 + ..., by that times w * grad log pi_t: on the own
-        # samples the gradient of whole responses' KL, and with "exact" the one of least noise.
+        # Token t also pays for KL_t+1 + KL_t+2 + ..., by that times w * grad log pi_t: on-policy
+        # this is the gradient of whole responses' KL, and "exact" has the least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
     # The rest is for the log. What is estimated counts each sampled token w times.
@@ -1431,13 +1431,13 @@ class Run:
 def choose(cfg):
     """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
     has_support = find_support() is not None
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.device = torch.device(best if cfg.device == "auto" else cfg.device)
+    auto_device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(auto_device if cfg.device == "auto" else cfg.device)
     if cfg.device.index is not None:
         torch.cuda.set_device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
-    best = "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2"
-    name = best if cfg.preset == "auto" else cfg.preset
+    name = cfg.preset if cfg.preset != "auto" else (
+        "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2")
     check_known("preset", name, ["auto", *PRESETS])
     preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
     given = ", ".join(key for key in PRESETS[name] if key not in preset)

@@ -149,8 +149,7 @@ def cut_microbatches(batch, max_tokens):
     """This process's microbatches. All processes have the same number of them, since gradients are
     summed after each; rows without a token make up for it."""
     lengths = batch["response_mask"].sum(dim=1)
-    if "mean_weights" in batch:  # those that are not counted come last
-        lengths = lengths - lengths.max() * ~batch["mean_weights"].any(dim=1)
+    lengths -= lengths.max() * ~batch["mean_weights"].any(dim=1)  # those not in the means come last
     own_rows = lengths.argsort(descending=True, stable=True)[RANK::WORLD]
     microbatches = []
     if len(own_rows):
