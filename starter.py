@@ -974,7 +974,7 @@ def log_eval(run, step, metrics):
             f"| Reward: {metrics['reward_mean']:.3f} | Length: {metrics['response_length']:.1f}")
     for name, value in metrics.items():
         run.log("add_scalar", f"eval/{name}", value, step)
-        if name.startswith("retention_"):
+        if name.startswith(("retention_", "pass_at_")):
             line += f" | {name.removeprefix('retention_')}: {value:.0%}"
     print(line, flush=True)
 
@@ -1158,7 +1158,7 @@ def main(
 
     # Evaluation and logging
     eval_every=50,  # steps; 0: only before and after
-    n_eval_problems=500,  # with 500 the 95 % interval is at most +-4.4 points
+    n_eval_problems=500,  # at most, of an eval_file too; 500: the 95 % interval is +-4.4 points
     eval_temperature=0.0,  # 0: greedy
     eval_samples=1,  # more: also pass@1, pass@2, pass@4 ... of that many samples at temperature
     out_dir="runs",  # each run gets a new folder in it, named by its time

@@ -51,6 +51,7 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
     logits = min(n_tokens * config.vocab_size, at_once)
     n_head = config.vocab_size * config.hidden_size
     rounded = 6 * n_head if cfg.engine == "vllm" and cfg.bf16 else 0  # see Float32Head
+    beside = cfg.engine == "vllm" and cfg.gpu_mem_util >= 1  # its weights; else within its share
     sizes = {
         "libraries": 0.5e9 if cfg.device.type == "cpu" else 0,
         "weights": ((frozen if cfg.lora_rank else 4) * n_body + 4 * n_ends) / ranks,
@@ -60,17 +61,19 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
         "reference": (frozen * n_body + 4 * n_ends) * has_copy / ranks,
         "bf16 copies": 2 * cast if cfg.bf16 else 0,
         "activations": n_tokens * (of_layers + 2 * kept + 14 * config.hidden_size),
+        "vLLM": (2 if cfg.bf16 else 4) * (n_body + n_ends) * beside,
         "head": (0 if cfg.lora_rank else 4 * n_head) + rounded + 20 * logits,
     }
     return {name: size / 1e9 for name, size in sizes.items()}
 
 
 def free_gb(cfg):
-    """Returns the free memory of a GPU, less vLLM's share, or of this machine where /proc tells
-    it, else inf."""
+    """Returns the free memory of a GPU, less vLLM's share or cache, or of this machine where /proc
+    tells it, else inf."""
     if cfg.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(cfg.device)
-        return (free - cfg.gpu_mem_util * total * (cfg.engine == "vllm")) / 1e9
+        unit = total if cfg.gpu_mem_util < 1 else 1e9
+        return (free - cfg.gpu_mem_util * unit * (cfg.engine == "vllm")) / 1e9
     path = Path("/proc/meminfo")
     text = path.read_text("utf-8") if path.is_file() else ""
     found = re.search(r"MemAvailable:\s*(\d+) kB", text)

@@ -23,7 +23,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
         return
     lines = [f"\n=== Report: step {state['step']}, {state['seconds'] / 60:.1f} min of training ==="]
     for name, after in result["after"].items():
-        if name == "solved" or name.startswith("retention_"):
+        if name == "solved" or name.startswith(("retention_", "pass_at_")):
             before = result["before"][name]
             lines.append(f"  {name:<18} {before:6.1%} -> {after:6.1%}  "
                          f"({100 * (after - before):+.1f} points)")

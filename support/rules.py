@@ -274,6 +274,8 @@ def notes(tokenizer, problems, cfg):
         (n < min(30, cfg.n_eval_problems),
          f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
          "more data, a longer eval_file, or a larger n_eval_problems"),
+        (n == cfg.n_eval_problems and cfg.eval_file,
+         f"at most n_eval_problems = {n} problems of the eval_file are used"),
         (unknown,
          f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
          f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}; "
@@ -291,6 +293,6 @@ def notes(tokenizer, problems, cfg):
          f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
          "rate of all weights; SmolLM2 learnt with 2e-4"),
         (of_others and not cfg.lora_rank,
-         f"learning_rate = {rate:g} was found for {(of_others or [''])[0]}; SmolLM2-135M learnt "
+         f"learning_rate = {rate:g} is meant for {(of_others or [''])[0]}; SmolLM2-135M learnt "
          "with 2e-5, the built-in model with 3e-4"),
     ) if applies]

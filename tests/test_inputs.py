@@ -268,7 +268,7 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, word
     (dict(), 30, []), (dict(), 29, ["29 held-out problems are too few"]),
     (dict(n_eval_problems=5), 5, []),  # as few as were asked for
     (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
-    (dict(learning_rate=7e-6), 30, ["was found for Qwen/Qwen3-1.7B; "]),
+    (dict(learning_rate=7e-6), 30, ["is meant for Qwen/Qwen3-1.7B; "]),
     (dict(enable_thinking=True, clip_range=0.1, gpu_mem_util=0.5), 30,
      ["gpu_mem_util = 0.5 changes nothing", "clip_range does nothing", "template does"]),
     (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])

@@ -69,12 +69,13 @@ def test_goal_is_reached_where_the_mean_of_three_evaluations_is(monkeypatch):
     times = [race.time_to(points(0.4, 0.9, 0.5, 0.7, 0.9), goal) for goal in (0.65, 0.68, 0.75)]
     assert times == [10.0, 30.0, None]
     monkeypatch.setattr(race, "read_runs", lambda name: {
-        **{("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1)},
+        **{("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1, 2)},
+        ("TRL", 2): points(0.4, 0.8, 0.8, 0.8, seconds=20.0),
         ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
         ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0), ("TRL", 7): points(0.9)})
     lines = race.race_lines("tiny")
-    assert lines[1] == ["75% solved", 2, "30.0", "90.0", "3.00", "3.00 to 3.00", "0 and 1"]
-    assert lines[-1][:5] == ["all 15 steps, to 80.0% and 60.0% solved", 2, "30.0", "75.0", "2.50"]
+    assert lines[1] == ["75% solved", 3, "30.0", "75.0", "3.00", "2.00 to 3.00", "0 and 1"]
+    assert lines[-1][:5] == ["all 15 steps, to 80.0% and 66.7% solved", 3, "30.0", "60.0", "2.00"]
 
 
 def test_every_causal_model_of_transformers_was_examined():

@@ -37,6 +37,8 @@ def test_what_is_in_memory_is_counted_by_hand(qwen):
     beside_vllm = memory.predicted_gb(qwen, cfg_of(engine="vllm"), 4096)["head"]
     rounded = 2 + 4  # bytes of each weight of the head: in bf16, and in float32 again
     assert beside_vllm == pytest.approx(sizes["head"] + rounded * EMBEDDING / 1e9)
+    engine = memory.predicted_gb(qwen, cfg_of(engine="vllm", gpu_mem_util=4), 4096)["vLLM"]
+    assert engine == pytest.approx(2 * n / 1e9)  # bf16 weights, beside 4 GB of cache
     halves = memory.predicted_gb(qwen, cfg_of(), 8192, ranks=2)
     for name, size in sizes.items():
         twice = 2 if name == "activations" else 0.5 if name in by_hand else 1
@@ -65,6 +67,13 @@ def test_run_that_cannot_fit_is_refused_with_what_would_fit(qwen, tmp_path, monk
         return memory.check_fits(cfg)
     with pytest.raises(InputError, match=f"about 44.* GB .*; {free} GB are free; use {remedy}"):
         memory.check_fits(cfg)
+
+
+@pytest.mark.parametrize("gpu_mem_util, engine, free", [
+    (0.25, "vllm", 14.0), (4, "vllm", 16.0), (4, "transformers", 20.0)])
+def test_free_memory_of_a_gpu_is_less_what_vllm_takes(monkeypatch, gpu_mem_util, engine, free):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20e9, 24e9))
+    assert memory.free_gb(cfg_of(gpu_mem_util=gpu_mem_util, engine=engine)) == free
 
 
 @pytest.mark.parametrize("family, lora_rank", [("Qwen3", 0), ("Llama", 0), ("Qwen3", 4)])
