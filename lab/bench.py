@@ -3,7 +3,6 @@
     python -m lab.bench                   S, M, M-64, L beside TRL -> bench_step.csv
     python -m lab.bench --sizes S M --dtype float32 --kl on --rounds 5
     python -m lab.bench --alone           starter.py without support/, beside TRL -> bench_alone.csv
-    python -m lab.bench --against PATH    beside the starter.py of another worktree; prints only
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
     python -m lab.bench --card            Qwen3's sizes on this machine's GPU -> bench_card.csv
 
@@ -214,7 +213,7 @@ def in_turns(sides, rounds):
 
 
 def beside(size, given):
-    """Returns a row: a step of ours beside one of TRL's, or of another worktree's."""
+    """Returns a row: a step of ours beside one of TRL's."""
     with tempfile.TemporaryDirectory() as folder:
         settings = make_folder(Path(folder), **SIZES[size]) | dict(
             bf16=given.dtype == "bfloat16", use_kl_penalty=given.kl == "on")
@@ -226,12 +225,8 @@ def beside(size, given):
             here.mkdir()
             shutil.copy(REPOSITORY / "starter.py", here)
         row = {"size": size, "dtype": given.dtype, "kl_penalty": given.kl}
-        if given.against:
-            sides = {"ours": lambda: run_ours(ours), "other": lambda: run_ours(ours, given.against)}
-        else:
-            rows = quickest_rows(settings, TRL_ROWS[size])
-            row["trl_rows_at_once"] = rows
-            sides = {"ours": lambda: run_ours(ours, here), "trl": lambda: run_trl(settings, rows)}
+        rows = row["trl_rows_at_once"] = quickest_rows(settings, TRL_ROWS[size])
+        sides = {"ours": lambda: run_ours(ours, here), "trl": lambda: run_trl(settings, rows)}
         return row | in_turns(sides, given.rounds) | where()
 
 
@@ -245,12 +240,11 @@ def gpu_rows():
     for changes in ({}, dict(use_kl_penalty=False), dict(gradient_checkpointing=True),
                     dict(lora_rank=16), small, small | dict(frozen_in_bf16=True)):
         cfg = starter.cfg_with(preset="qwen3-1.7b", device="cuda", bf16=True, engine="vllm",
-                               **dict(use_kl_penalty=True) | changes)
+                               gpu_mem_util=1, **dict(use_kl_penalty=True) | changes)
         for model, shape in QWEN3.items():
             parts = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)
-            with_vllm = sum(parts.values()) + parts["weights"] / 2  # in bf16
             rows.append({"settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-                         "model": model, "gb": f"{with_vllm:.0f}"})
+                         "model": model, "gb": f"{sum(parts.values()):.0f}"})
     return rows
 
 
@@ -282,7 +276,6 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="a worktree of another commit")
     for part in ("alone", "gpus", "card"):
         parser.add_argument(f"--{part}", action="store_true")
     given = parser.parse_args()
@@ -294,8 +287,7 @@ def main():
         for size in given.sizes:
             row = beside(size, given)
             print(json.dumps(row), flush=True)
-            if not given.against:
-                append_rows("bench_alone" if given.alone else "bench_step", [row])
+            append_rows("bench_alone" if given.alone else "bench_step", [row])
 
 
 if __name__ == "__main__":

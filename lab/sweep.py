@@ -76,8 +76,9 @@ SWEEPS = {
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [HOT, BASE, *METHODS],
     "kl_divergences": DIVERGENCES,
-    "recipes": [*RECIPES, *(settings | ON for settings in RECIPES),
-                ON | dict(recipe="moving_reference")],
+    "recipes": [*RECIPES, *(ON | settings for settings in (  # those that change the KL's part
+        {}, TWICE | dict(loss_average="grpo"),
+        *(dict(recipe=name) for name in ("rloo", "maxrl", "gspo", "moving_reference"))))],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],

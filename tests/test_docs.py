@@ -101,3 +101,13 @@ def test_data_and_reward_of_the_readme_train(checkpoint, tmp_path, monkeypatch):
     said = subprocess.run([sys.executable, "-c", chat.replace("runs/<run>/model", str(
         config.parent))], text=True, capture_output=True, check=True).stdout
     assert said.strip()
+
+
+def test_math_verify_as_the_reward_of_the_readme():
+    names = {**vars(pytest.importorskip("math_verify")), "starter": starter}
+    page = (REPOSITORY / "README.md").read_text("utf-8")
+    [source] = re.findall(r"`(lambda text, problem: float\(verify.*?)`", page)
+    exec(f"reward = {source}", names)  # noqa: S102  our own page
+    for gold, answer, right in (("72", "72.0", 1), (r"1 - \sqrt{2}", "1", 0), ("5", "x = 5", 1),
+                                (r"1 - \sqrt{2}", r"-\sqrt{2} + 1", 1), (r"\frac12", "1/2", 1)):
+        assert names["reward"](f"<answer>{answer}</answer>", {"answer": gold}) == right
