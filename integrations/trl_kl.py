@@ -45,7 +45,7 @@ class GRPOConfig(trl.GRPOConfig):
     beta_min: float = 0.0
     beta_schedule_steps: int = 1000  # optimiser steps
     # None in these three is TRL's own KL term, or "k3", "reverse", "loss" if another is given.
-    kl_estimator: str | None = None  # the value: "k1", "k2", "k3", "exact" (over the vocabulary)
+    kl_estimator: str | None = None  # the value: "k1", "k2", "k3", or one of starter.EXACT
     kl_gradient: str | None = None  # "reverse", or "as_written": autograd through the value
     kl_in: str | None = None  # "loss", "loss_to_go", "reward"
     reproduce_paper: bool = False  # True: allow a KL term that is known not to work
@@ -104,7 +104,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         self.controller = starter.KLController(self.beta, self.kl_settings)
         self._mean_reward = float("nan")
-        self._log_probs = self._exact_kl = None  # of the last forward pass
+        self._log_probs = self._statistics = None  # of the last forward pass
         if self.accelerator.is_main_process:
             print(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
                   f"of its own: {self.kl_settings}", flush=True)
@@ -155,9 +155,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         log_probs = torch.where(mask, self._log_probs, 0.0)
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
+        x = self._statistics
+        vocab_kl = None if x is None else getattr(x, starter.EXACT[kl.estimator])
         penalty, metadata = starter.kl_penalty(log_probs, ref_log_probs, old_log_probs, mask, kl,
-                                               self._exact_kl)
-        self._log_probs = self._exact_kl = None
+                                               vocab_kl)
+        if x is not None:
+            metadata["kl_per_token"] = x.exact_kl
+        self._log_probs = self._statistics = None
         if kl.placement != "reward":
             weighted = penalty * self._token_weights(mask, inputs)
             loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
@@ -181,42 +185,42 @@ class GRPOTrainer(trl.GRPOTrainer):
                                            batch_size=None, compute_entropy=False, **others):
         """TRL's log-probs. Those of its loss, which alone asks for entropies, are kept."""
         kl = self.kl_settings
-        if kl is not None and compute_entropy and kl.estimator == "exact":
-            return self._forward_with_exact_kl(model, input_ids, attention_mask, logits_to_keep,
-                                               others)
+        if kl is not None and compute_entropy and kl.estimator in starter.EXACT:
+            return self._forward_over_vocabulary(model, input_ids, attention_mask, logits_to_keep,
+                                                 others)
         scores = super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
         if kl is not None and compute_entropy:
             self._log_probs = scores[0]
         return scores
 
-    def _forward_with_exact_kl(self, model, input_ids, attention_mask, n_tokens, others):
-        """(B, P + T) ids -> (B, T) log-probs, entropies, and in self._exact_kl the KL over the
-        vocabulary. TRL's fused head does not keep logits, so this holds (B, T, V) of them."""
+    def _forward_over_vocabulary(self, model, input_ids, attention_mask, n_tokens, others):
+        """(B, P + T) ids -> (B, T) log-probs, entropies, and self._statistics. TRL's fused head
+        does not keep logits, so this holds (B, T, V) of them."""
         if any(value is not None and value is not False for value in others.values()):
-            raise starter.InputError("kl_estimator = 'exact' works for text without an auxiliary "
-                                     "loss of experts; use kl_estimator = 'k3'")
+            raise starter.InputError(f"kl_estimator = {self.kl_settings.estimator!r} works for "
+                                     "text without an auxiliary loss of experts; use 'k3'")
 
-        def log_softmax_of(scored_model):
+        def logits_of(scored_model):
             with self.accelerator.autocast():
                 logits = scored_model(input_ids=input_ids, attention_mask=attention_mask,
                                       logits_to_keep=n_tokens + 1, use_cache=False).logits
-            logits = logits[:, -n_tokens - 1:-1]
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            return torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
+            return logits[:, -n_tokens - 1:-1].flatten(0, 1)
 
-        log_p = log_softmax_of(model)
+        logits = logits_of(model)
         with torch.no_grad():
             if self.ref_model is not None:
-                log_q = log_softmax_of(self.ref_model)
+                ref_logits = logits_of(self.ref_model)
             else:  # the policy with its PEFT adapter off, or as it was when training began
                 adapted = self.accelerator.unwrap_model(self.model)
                 with use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None):
-                    log_q = log_softmax_of(model)
-        p = log_p.exp()
-        self._exact_kl = (p * (log_p - log_q)).sum(-1)
-        self._log_probs = log_p.gather(2, input_ids[:, -n_tokens:, None]).squeeze(2)
-        return self._log_probs, -(p * log_p).sum(-1), None
+                    ref_logits = logits_of(model)
+        statistics = starter.statistics_of_logits(logits, input_ids[:, -n_tokens:].flatten(),
+                                                  self.temperature, ref_logits)
+        x = self._statistics = starter.TokenStatistics(
+            *(values.view(-1, n_tokens) for values in statistics))
+        self._log_probs = x.log_probs
+        return x.log_probs, x.entropy, None
 
     def _note_kl(self, metadata, mask, beta):
         """Adds a microbatch to the sums over tokens. After the last one of an optimiser step it

@@ -38,11 +38,6 @@ def test_printed_coefficient_rules_match_hand_computed_values():
     assert betas(scheduled, [0.1] * 4, [0.0] * 4) == pytest.approx([0.2, 0.2, 0.01, 0.01])
 
 
-def test_without_a_coefficient_rule_beta_stays():
-    for adaptation in ("none", *starter.TERM_RULES):
-        assert betas(controller(adaptation), [9.0] * 5, [1.0] * 5) == [0.2] * 5
-
-
 @pytest.mark.parametrize("rule, low, high", [("target_sound", 0.02, 2.0),
                                              ("dynamic_sound", 0.02, 0.2)])
 def test_sound_coefficient_rules_keep_their_bounds_and_do_not_jump(rule, low, high):
