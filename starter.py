@@ -1092,7 +1092,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # 14. The numbers.
 
 # A preset fills the parameters of main() that are None. preset="auto" is "qwen3-1.7b" on a GPU or
-# with a model_id of yours; otherwise "tiny", or "smollm2" without support/.
+# with a model_id of yours; otherwise "tiny", or without support/ "smollm2" on a task of yours.
 PRESETS = {
     "tiny": dict(  # the built-in model
         model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
