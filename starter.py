@@ -1455,8 +1455,8 @@ def choose(cfg):
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
     needs_support = cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny" or not has_data
     if needs_support and not has_support:
-        raise InputError(f"without support/ give a JSONL file as task, not {cfg.task!r}; lora_rank,"
-                         " frozen_in_bf16 and the built-in model need support/ as well; add it")
+        raise InputError(f"without support/ task = {cfg.task!r} must be a JSONL file, and there is "
+                         "no lora_rank, frozen_in_bf16 or built-in model; change that, or add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
