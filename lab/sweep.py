@@ -77,8 +77,7 @@ SWEEPS = {
     "kl": [HOT, BASE, *METHODS],
     "kl_divergences": DIVERGENCES,
     "recipes": [*RECIPES, *(ON | settings for settings in (  # those that change the KL's part
-        {}, TWICE | dict(loss_average="grpo"),
-        *(dict(recipe=name) for name in ("rloo", "maxrl", "gspo", "moving_reference"))))],
+        {}, *(dict(recipe=name) for name in ("rloo", "maxrl", "moving_reference"))))],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
