@@ -489,7 +489,7 @@ def score(responses, problems, tokenizer, reward):
             try:  # nan and inf pass: the loop skips such a step
                 values[i, j] = function(text, problem, **{"response": responses[i]} if asks else {})
             except Exception as error:  # in your function, or because it gave no number
-                error.add_note(f"A reward returns a number; it got {text[:200]!r} and {problem}.")
+                error.add_note(f"{function} got {text[:200]!r} and {problem}; return a number.")
                 raise
     means = {f"reward/{getattr(function, '__name__', 'unnamed')}": mean.item()
              for (function, _), mean in zip(rewards, values.mean(dim=0))}
@@ -1120,7 +1120,7 @@ def main(
 
     # Rollout
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
-    n_train_steps=None,  # rollouts, those before a resume included
+    n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate only
     rollout_batch_size=None,  # responses per step = prompts x group_size
     group_size=8,  # responses to one prompt
     max_new_tokens=None,  # longer responses are cut
@@ -1228,7 +1228,8 @@ def main(
     if run.is_first:
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
-    result = {"before": run.state["before"], "after": run.state["after"], "run_folder": run.folder}
+    result = {"before": run.state["before"], "run_folder": run.folder,
+              "after": run.state["after"] or run.state["before"]}  # of 0 steps
     if watch is not None:  # before and after, the KL by position and token, pictures
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
     run.log("close")
@@ -1460,7 +1461,7 @@ def choose(cfg):
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
-            + (f" | not taken from it: {given}" if given else ""),
+            + (f" | given instead: {given}" if given else ""),
             f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
 
 

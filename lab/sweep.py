@@ -61,7 +61,8 @@ TWICE = dict(epochs_per_rollout=2)
 # Some compare with starter.py at two epochs; some change nothing that this model learns.
 RECIPES = [{}, TWICE, TWICE | dict(loss_average="grpo"),
            *(dict(recipe=path.stem) for path in sorted((REPOSITORY / "recipes").glob("*.patch"))
-             if path.stem not in ("moving_reference", "length_reward", "multi_turn"))]
+             if path.stem not in ("moving_reference", "length_reward", "multi_turn",
+                                  "sampler_mask")), dict(recipe="off_policy+sampler_mask")]
 
 # What another machine would see: threads, and the instructions of older processors.
 MACHINES = [dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)
@@ -196,8 +197,9 @@ def copy_with(recipe, folder):
         shutil.copytree(REPOSITORY / part, folder / part,
                         ignore=shutil.ignore_patterns("results", "figures", "__pycache__"))
     shutil.copy(REPOSITORY / "starter.py", folder)
-    subprocess.run(["git", "apply", str(REPOSITORY / "recipes" / f"{recipe}.patch")], cwd=folder,
-                   check=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
+    patches = [str(REPOSITORY / "recipes" / f"{name}.patch") for name in recipe.split("+")]
+    subprocess.run(["git", "apply", *patches], cwd=folder, check=True,
+                   env=os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
 
 
 def run_one(settings, seed, text, threads):

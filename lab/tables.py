@@ -213,12 +213,10 @@ def recipe_table():
     for (key,), rows in grouped(read_csv("recipes"), "settings").items():
         settings = json.loads(key)
         penalty = "on" if settings.pop("use_kl_penalty", False) else "off"
-        name = settings.pop("recipe", "starter.py")
+        name = settings.pop("recipe", "starter.py").replace("+", " + ")
         others = ", ".join(f"`{setting}={value}`" for setting, value in settings.items())
-        lines.append([name + (", " if others else "") + others, penalty,
-                      spread(numbers(rows, "steps")), spread(numbers(rows, "seconds")),
-                      *measured(rows)[:3]])
-    return table(["recipe", "KL penalty", "steps", "training, s", *MEASURED[:3]], lines)
+        lines.append([name + (", " if others else "") + others, penalty, *measured(rows)[:3]])
+    return table(["recipe", "KL penalty", *MEASURED[:3]], lines)
 
 
 SMOLLM2 = [  # title, column, digits; without digits in per cent

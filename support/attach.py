@@ -19,6 +19,7 @@ def check(run):
         print(note)
     if str(cfg.model_id) == "tiny":
         cfg.model_id = tasks.TINY
+    rules.note_on_rate(run)
     guards.lock(run)
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.task, cfg.eval_file)

@@ -176,11 +176,12 @@ def step_signs(metrics, first, samples, step, cfg, n_equal=0):
     return {sign: text for sign, wrong, text in (
         ("untagged", all_equal and untagged and not all_cut,
          "no response has its answer between <answer> and </answer>, where the reward looks for "
-         "it; ask for these tags in the prompts, take a model that follows them, or give a reward "
-         "of your own"),
+         "it; ask for these tags in the prompts, or add \"last_number\": true to each line of a "
+         "JSONL file, which needs no tags, or give a reward of your own"),
         ("equal", all_equal and not untagged,
          "since the first step all rewards of each group are equal, which teaches nothing; look at "
-         "the samples (TensorBoard, Text): the task may be too hard or too easy"),
+         "the samples (TensorBoard, Text): the task may be too hard or too easy, or the reward the "
+         "same for every response"),
         ("flat", n_equal == 5 and first["frac_zero_std"] < 1 and rewards.max() < 1,
          "for 5 steps all rewards of each group have been equal, none of them solved: nothing is "
          f"learnt; lower learning_rate = {cfg.learning_rate:g}, or take easier problems"),
@@ -216,6 +217,7 @@ def evaluation_signs(metrics, first, samples, step, cfg):
               for name, value in metrics.items()
               if name.startswith("retention_") and value < first[name] - 0.05]
     remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
+    remedy += f", or lower learning_rate = {cfg.learning_rate:g}"
     return {sign: text for sign, wrong, text in (
         ("collapse", collapsed,
          f"solved fell from {before:.0%} to {now:.0%}: training does harm; lower learning_rate = "

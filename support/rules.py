@@ -18,7 +18,7 @@ from support.tasks import HUB_NAME, TABLES
 
 # The smallest and the largest value of a number
 LIMITS = {
-    "n_train_steps": (1, 10**9), "rollout_batch_size": (2, 10**9), "group_size": (2, 10**9),
+    "rollout_batch_size": (2, 10**9), "group_size": (2, 10**9),
     "max_new_tokens": (1, 10**9), "temperature": (0.01, 10), "gpu_mem_util": (0.05, 1000),
     "importance_cap": (1, 10**9), "epochs_per_rollout": (1, 10**9), "kl_target": (1e-9, 10**9),
     "dynamic_beta_decay": (1e-9, 1), "reward_threshold": (-10**9, 10**9),
@@ -26,8 +26,8 @@ LIMITS = {
     "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
     "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10), "eval_samples": (1, 1000),
     "kl_clip_threshold": (1e-9, 10**9),
-} | dict.fromkeys("seed lora_rank warmup_steps kl_coef beta_min eval_every "
-                  "save_every max_sampler_diff".split(), (0, 10**9))
+} | dict.fromkeys("n_train_steps seed lora_rank warmup_steps kl_coef beta_min "
+                  "eval_every save_every max_sampler_diff".split(), (0, 10**9))
 KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default
 MAY_BE_NONE = {"importance_cap", "max_sampler_diff"}
 
@@ -187,6 +187,15 @@ def check_machine(cfg):
             raise InputError(sentence)
 
 
+def note_on_rate(run):
+    """Says that the learning rate is the preset's where the model is another one."""
+    of_preset = next((preset["model_id"] for preset in starter.PRESETS.values()
+                      if preset["learning_rate"] == run.cfg.learning_rate), None)
+    if run.settings["learning_rate"] is None and run.settings["model_id"] not in (None, of_preset):
+        print(f"learning_rate = {run.cfg.learning_rate:g} is that of the preset, for {of_preset}; "
+              "SmolLM2-135M learnt with 2e-5, the built-in model with 3e-4")
+
+
 def check_hub(*names):
     """Where the Hugging Face hub cannot be reached, says so at once, and has its libraries use
     their cache only: otherwise they try again for more than a minute."""
@@ -255,7 +264,12 @@ def check_model(policy, tokenizer, problems, cfg):
     # A mistake in a reward shows here, before the engine starts and anything is sampled.
     [first] = problems.train[:1]
     empty = starter.Response(first["prompt_ids"], [*cfg.stop_token_ids[:1]], [0.0], True)
-    starter.score.__wrapped__([empty], [first], tokenizer, cfg.reward)
+    try:
+        starter.score.__wrapped__([empty], [first], tokenizer, cfg.reward)
+    except Exception as error:
+        error.add_note("This was a trial with an empty response, before anything is sampled: "
+                       "return a number for any text, 0.0 for one without an answer.")
+        raise
     for line in notes(tokenizer, problems, cfg):
         print(line)
 
@@ -267,9 +281,6 @@ def notes(tokenizer, problems, cfg):
     known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None}
     unknown = [problem["prompt"] for problem in problems.train
                if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
-    of_others = [preset["model_id"] for preset in starter.PRESETS.values()
-                 if preset["learning_rate"] == rate
-                 and Path(preset["model_id"]).name not in str(cfg.model_id)]
     return [line for applies, line in (
         (n < min(30, cfg.n_eval_problems),
          f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
@@ -280,7 +291,7 @@ def notes(tokenizer, problems, cfg):
          f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
          f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}; "
          "change the prompts, or give another model_id"),
-        (cfg.warmup_steps > cfg.n_train_steps,
+        (cfg.warmup_steps > cfg.n_train_steps > 0,
          f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
          "before its learning rate is reached"),
         (cfg.engine == "transformers" and cfg.gpu_mem_util != defaults["gpu_mem_util"].default,
@@ -292,7 +303,4 @@ def notes(tokenizer, problems, cfg):
         (cfg.lora_rank and rate < 1e-4,
          f"learning_rate = {rate:g} is small for LoRA adapters, which need about ten times the "
          "rate of all weights; SmolLM2 learnt with 2e-4"),
-        (of_others and not cfg.lora_rank,
-         f"learning_rate = {rate:g} is meant for {(of_others or [''])[0]}; SmolLM2-135M learnt "
-         "with 2e-5, the built-in model with 3e-4"),
     ) if applies]

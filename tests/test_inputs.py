@@ -186,7 +186,8 @@ def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint, tmp_pa
     monkeypatch.setattr(starter, "rollout", lambda *_: pytest.fail("responses were sampled"))
     with pytest.raises(KeyError, match="gold") as error:
         starter.main(**settings(checkpoint, tmp_path, reward=lambda text, x: x["gold"]))
-    assert "A reward returns a number; it got '' and {'prompt'" in error.value.__notes__[0]
+    assert "got '' and {'prompt'" in error.value.__notes__[0]
+    assert "a trial with an empty response, before anything" in error.value.__notes__[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -268,7 +269,6 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, word
     (dict(), 30, []), (dict(), 29, ["29 held-out problems are too few"]),
     (dict(n_eval_problems=5), 5, []),  # as few as were asked for
     (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
-    (dict(learning_rate=7e-6), 30, ["is meant for Qwen/Qwen3-1.7B; "]),
     (dict(enable_thinking=True, clip_range=0.1, gpu_mem_util=0.5), 30,
      ["gpu_mem_util = 0.5 changes nothing", "clip_range does nothing", "template does"]),
     (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])
@@ -276,6 +276,17 @@ def test_notes_say_what_is_often_a_mistake(checkpoint, changes, n_held_out, word
     x = loaded(checkpoint, n_held_out, **dict(learning_rate=1e-3) | changes)
     lines = rules.notes(x.tokenizer, x.problems, x.cfg)
     assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
+
+
+@pytest.mark.parametrize("changes, said", [
+    (dict(model_id="user/other"), True), (dict(model_id="user/other", learning_rate=2e-5), False),
+    (dict(), False), (dict(model_id="tiny"), False)])
+def test_rate_of_a_preset_for_another_model_is_said(changes, said, capsys, tmp_path):
+    cfg = starter.cfg_with(**dict(preset="tiny", out_dir=str(tmp_path)) | changes)
+    given = dict(model_id=None, learning_rate=None) | changes
+    rules.note_on_rate(SimpleNamespace(cfg=cfg, settings=given))
+    out = capsys.readouterr().out
+    assert ("learning_rate = 0.0003 is that of the preset, for tiny;" in out) == said
 
 
 def test_prompts_that_the_model_cannot_see_are_counted():

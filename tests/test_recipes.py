@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from conftest import scalars, settings, small_sums, variety
 from forked import REPOSITORY, import_copy, import_once, in_new_process, run_all, write_copy
@@ -223,6 +224,40 @@ def test_moving_reference_is_reset(checkpoint, tmp_path):
     kl = whole["train/kl_per_token"]
     assert min(kl[2], kl[4]) > 1e-4 and max(kl[3], kl[5]) < 1e-6
     assert kl == resumed["train/kl_per_token"] and whole["train/loss"] == resumed["train/loss"]
+
+
+def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, monkeypatch):
+    module = load("moving_reference", tmp_path)
+    module.REFERENCE_EVERY, module.REFERENCE_SHARE = 1, 0.25
+    real, seen = module.accumulate_gradients, []
+
+    def spy(policy, rows, cfg, ref_model, beta):
+        seen.append([parameters_to_vector(x.parameters()).clone() for x in (policy, ref_model)])
+        return real(policy, rows, cfg, ref_model, beta)
+
+    monkeypatch.setattr(module, "accumulate_gradients", spy)
+    module.main(**settings(checkpoint, tmp_path, n_train_steps=4))
+    for (_, before), (policy, ref) in itertools.pairwise(seen):
+        assert not policy.equal(before)
+        torch.testing.assert_close(ref, 0.75 * before + 0.25 * policy)
+
+
+# Tokens whose ratio is 1, 0.4, 5.2 and 2; the second response has drifted by 0.1 nats a token
+@pytest.mark.parametrize("advantage, weights", [
+    (0.8, [[1, 0, 0, 2], [math.exp(-0.1)] * 4]), (-0.8, [[1, 0, 0, 2], [0] * 4])])
+def test_sampler_mask_equals_the_formula(advantage, weights, tmp_path, monkeypatch):
+    module, seen = load("sampler_mask", tmp_path), []
+    now = torch.full((2, 4), -1.0, requires_grad=True)
+    ratios = torch.tensor([[1, 0.4, 5.2, 2], [math.exp(-0.1)] * 4])
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    monkeypatch.setattr(module, "token_statistics", lambda *_: module.TokenStatistics(
+        now * 1.0, *[torch.zeros(2, 4)] * 4))
+    monkeypatch.setattr(module, "compute_loss", lambda advantages, log_probs, *_: (
+        seen.append(advantages) or log_probs, {}))
+    module.grpo_microbatch_step(None, dict(
+        response_mask=mask, weights=mask.float(), advantages=torch.full((2, 1), advantage),
+        rollout_log_probs=now.detach() - ratios.log()), module.cfg_with())
+    torch.testing.assert_close(seen[0], advantage * torch.tensor(weights, dtype=torch.float))
 
 
 def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, tmp_path):

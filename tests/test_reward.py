@@ -152,6 +152,6 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
 def test_error_of_a_reward_shows_its_text_and_its_problem(reward):
     with pytest.raises((ArithmeticError, TypeError)) as error:
         score("x", [{"answer": 1}], reward)
-    assert error.value.__notes__ == ["A reward returns a number; it got 'x' and {'answer': 1}."]
+    assert error.value.__notes__ == [f"{reward} got 'x' and {{'answer': 1}}; return a number."]
     for value in (math.inf, True, torch.tensor(0.5)):  # the loop skips what is not finite
         assert score("x", [{}], lambda text, problem: value)[1].item() == value

@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import scalars, settings, variety
 from lab.crash_test import noisy_variety, outcome
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import starter
@@ -182,6 +183,17 @@ def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path):
         run("alone", **full_settings(checkpoint, tmp_path))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert steps_saved(tmp_path) == []
+
+
+@both
+def test_run_of_no_steps_evaluates_the_model_as_it_is(checkpoint, tmp_path, capsys, kind):
+    result = run(kind, **full_settings(checkpoint, tmp_path, n_train_steps=0, warmup_steps=1))
+    printed = capsys.readouterr().out
+    assert steps_in(printed, "Eval at step") == [0] and steps_in(printed) == []
+    assert result["after"] == result["before"] and "Warning: warmup" not in printed
+    before, after = (load_file(Path(folder) / "model.safetensors")
+                     for folder in (checkpoint, result["run_folder"] / "model"))
+    assert before.keys() == after.keys() and all(after[name].equal(before[name]) for name in before)
 
 
 # What resume finds
