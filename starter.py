@@ -10,7 +10,8 @@
 
 It reads in the order in which the data flows, from problems to the loop and its numbers. For the
 algorithm read section 13, then 6 to 10, and 11 if you use the KL penalty. Easily broken are the
-shift in make_batch, the weights before the cut, each detach() of 10 and 11, the sync in rollout.
+shift in make_batch, the order of weights_of_tokens and cut_microbatches in train, each detach() of
+10 and 11, and load_policy_into_vllm_instance in rollout.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -49,7 +50,6 @@ import sys
 import time
 import zlib
 from collections import Counter
-from dataclasses import dataclass
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
@@ -167,11 +167,9 @@ def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step (from 0). Each pass over the list has an order of its
     own. The result depends only on step and seed: a resumed run sees the same problems."""
     first_pass, start = divmod(step * n, len(problems))
-    order = []
-    while len(order) < start + n:
-        number = first_pass + len(order) // len(problems)
-        order += random.Random(f"{seed} {number}").sample(range(len(problems)), len(problems))
-    return [problems[i] for i in order[start:start + n]]
+    passes = (random.Random(f"{seed} {number}").sample(problems, len(problems))
+              for number in itertools.count(first_pass))
+    return list(itertools.islice(itertools.chain.from_iterable(passes), start, start + n))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,7 +320,6 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
         n=group_size, temperature=temperature, logprobs=0, max_tokens=cfg.max_new_tokens,
         stop_token_ids=list(cfg.stop_token_ids), detokenize=False, ignore_eos=True,
         seed=seed + i * group_size) for i in range(len(prompts))]
-    llm.reset_prefix_cache()  # a resumed run then repeats the same bits
     requests = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [Response(ids, list(out.token_ids),
                      [at[token].logprob for token, at in zip(out.token_ids, out.logprobs)],
@@ -464,15 +461,17 @@ def score_answer(response_text, problem):
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# By a key of the problem; where it has several, the last one here. support/tasks.py adds two, which
-# score its own tasks: score_answer is for JSONL.
+# A key that a problem may have -> what scores its responses; of several the last one. support/ adds
+# two: "numbers", of its Countdown, and "last_number", which needs no tags.
 SCORERS = {"answer": score_answer}
 
 
 def reward_fn(response_text, problem):
     """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Any text is safe to give."""
-    scorer = [scorer for key, scorer in SCORERS.items() if problem.get(key) is not None][-1]
-    return scorer(response_text, problem)
+    scorers = [scorer for key, scorer in SCORERS.items() if problem.get(key) is not None]
+    if not scorers:
+        raise InputError(f"reward_fn needs a problem with one of {[*SCORERS]}; give another reward")
+    return scorers[-1](response_text, problem)
 
 
 @mechanics
@@ -508,9 +507,9 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-    # Equal groups get exactly 0, since their mean can be off by a bit. For a baseline across groups
-    # delete this, and divide by rewards.std(): the std of an equal group is 0.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    # Equal groups get exactly 0, since their mean can be off by a bit. For a baseline across groups
+    # delete this line, and divide by rewards.std(): the std of an equal group is 0.
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
@@ -675,7 +674,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)  # there the clip cuts the gradient
+    # For the log: where the clip cuts the gradient. Another clip needs other lines here.
+    too_low = (ratio < 1 - clip_low) & (advantages < 0)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     metadata = {"ratio_mean": ratio, "clip_frac": too_low | too_high,
                 "clip_frac_low": too_low, "clip_frac_high": too_high}
@@ -685,7 +685,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask,
                                     kl_settings, vocab_kl)
         metadata |= of_kl
-        if kl_coef and kl_settings.placement != "reward":
+        if kl_coef and kl_settings.kl_in != "reward":
             loss = loss + kl_coef * penalty
     return loss, {name: masked_mean(x.detach().to(loss.dtype), mask)
                   for name, x in metadata.items()}
@@ -705,8 +705,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 
     rows: (B, T) "input_ids", "labels", "response_mask", "weights", "rollout_log_probs"; (B, 1) or
     (B, T) "advantages". The first pass over these rows sets rows["old_log_probs"], so its ratio is
-    1; later epochs keep them. For an optimiser step per minibatch set them in train before, to
-    rows["rollout_log_probs"]: else the ratio of each minibatch is 1, and nothing is clipped.
+    1; later epochs keep them. recipes/minibatches.patch makes an optimiser step per minibatch.
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
@@ -714,13 +713,13 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # there to the weights, which is the slow part.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
-    vocab_kl = getattr(statistics, EXACT.get(cfg.kl.estimator, "exact_kl"))
+    vocab_kl = getattr(statistics, EXACT.get(cfg.kl_estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
     advantages = rows["advantages"]
-    if ref_model is not None and cfg.kl.placement == "reward":
+    if ref_model is not None and cfg.kl_in == "reward":
         advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
-                                            mask, kl_coef, cfg.kl)
+                                            mask, kl_coef, cfg)
     # The sampler's engine computes slightly other log-probs than the trainer; the PPO term and the
     # KL are corrected for it (truncated importance sampling, arXiv:2508.04700).
     sampler_error = old_log_probs - rows["rollout_log_probs"]
@@ -729,7 +728,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
         sampler_log_probs = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
     loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg.kl, vocab_kl,
+                                  ref_log_probs, kl_coef, mask, cfg, vocab_kl,
                                   sampler_log_probs)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
@@ -770,73 +769,62 @@ ESTIMATORS = {
 # Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
 EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
 
-# A rule: kl (B, T), lengths (B, 1) in tokens, s: KLSettings -> (B, T), penalised instead of kl; its
-# slope scales the gradient. support/adaptive_rules.py adds rules of both kinds.
-TERM_RULES = {"clip_sound": lambda kl, lengths, s: kl}  # kl_penalty cuts d instead
+# A rule: kl (B, T), lengths (B, 1) in tokens, cfg -> (B, T), penalised instead of kl; its slope
+# scales the gradient. support/adaptive_rules.py adds rules of both kinds.
+TERM_RULES = {"clip_sound": lambda kl, lengths, cfg: kl}  # kl_penalty cuts d instead
 
 
-def target_sound_rule(c, s, kl, reward):
+def target_sound_rule(c, cfg, kl, reward):
     """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
-    error = math.log(max(c.state["kl"], 1e-9) / s.target)
+    error = math.log(max(c.state["kl"], 1e-9) / cfg.kl_target)
     beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
     return max(0.1 * c.start, min(10 * c.start, beta))
 
 
-# (c: KLController, s: its KLSettings, and of the step kl, nats per token, and reward, its mean) ->
-# the next beta. c.state["step"] is the number of the optimiser step.
+# (c: KLController, cfg, and of the step kl, nats per token, and reward, its mean) -> the next
+# beta. c.state["step"] is the number of the optimiser step.
 COEFFICIENT_RULES = {"target_sound": target_sound_rule}
 
 
-@dataclass(frozen=True)
-class KLSettings:
-    """The KL term but for its coefficient. main() sets every field except ratio_cap."""
-    estimator: str = "k3"
-    gradient: str = "reverse"
-    placement: str = "loss"
-    adaptation: str = "none"  # a term rule, a coefficient rule, or one of each: "a+b"
-    clip_threshold: float = 1.0  # nats: "clip" cuts the KL there, "clip_sound" d in the gradient
-    target: float = 0.1  # nats per token
-    dynamic_beta_decay: float = 0.9
-    reward_threshold: float = 0.8
-    beta_min: float = 0.0
-    beta_schedule_steps: int = 1000
-    max_new_tokens: int = 256  # the divisor of "length_normalized_sound"
-    ratio_cap: float = 2.0  # pi / sampler is cut here in the gradient; inf is exact, but unbounded
+class KLSettings(SimpleNamespace):
+    """The settings of a KL term for programs of yours: main()'s parameters with these changes. In
+    this file cfg takes its place."""
 
-    def __post_init__(self):
-        """Raises InputError for a value that is not known: it would act like the default."""
-        check_known("kl_estimator", self.estimator, [*ESTIMATORS, *EXACT])
-        check_known("kl_gradient", self.gradient, ["reverse", "as_written"])
-        check_known("kl_in", self.placement, ["loss", "loss_to_go", "reward"])
-        rules = self.adaptation.split("+")
-        for rule in rules:
-            check_known("kl_adaptation_method", rule, ["none", *TERM_RULES, *COEFFICIENT_RULES])
-        if any(sum(x in kind for x in rules) > 1 for kind in (TERM_RULES, COEFFICIENT_RULES)):
-            raise InputError(f"kl_adaptation_method = {self.adaptation!r} has two rules of a kind; "
-                             "give one for the term and one for the coefficient at most")
-
-    def rule_among(self, rules):
-        """Returns the name of the part of self.adaptation that is among the rules, or None."""
-        return next((part for part in self.adaptation.split("+") if part in rules), None)
-
-    @property
-    def log_ratio_cap(self):
-        return self.clip_threshold if "clip_sound" in self.adaptation else math.inf
-
-    def adapted(self, kl, mask):
-        """(B, T) KL -> (B, T) what is penalised."""
-        rule = self.rule_among(TERM_RULES)
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return kl if rule is None else TERM_RULES[rule](kl, lengths, self)
+    def __init__(self, **changes):
+        defaults = {name: x.default for name, x in inspect.signature(main).parameters.items()}
+        super().__init__(**defaults | {"max_new_tokens": 256} | changes)
+        check_kl_names(self)
 
 
-def kl_settings_of(cfg):
-    """Returns the KLSettings in main()'s parameters."""
-    threshold = cfg.kl_clip_threshold or (5.0 if "clip_sound" in cfg.kl_adaptation_method else 1.0)
-    return KLSettings(
-        cfg.kl_estimator, cfg.kl_gradient, cfg.kl_in, cfg.kl_adaptation_method,
-        threshold, cfg.kl_target, cfg.dynamic_beta_decay, cfg.reward_threshold, cfg.beta_min,
-        cfg.beta_schedule_steps, cfg.max_new_tokens)
+def check_kl_names(cfg):
+    """Raises InputError for a value that is not known: it would act like the default."""
+    check_known("kl_estimator", cfg.kl_estimator, [*ESTIMATORS, *EXACT])
+    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
+    check_known("kl_in", cfg.kl_in, ["loss", "loss_to_go", "reward"])
+    rules = cfg.kl_adaptation_method.split("+")
+    for rule in rules:
+        check_known("kl_adaptation_method", rule, ["none", *TERM_RULES, *COEFFICIENT_RULES])
+    if any(sum(x in kind for x in rules) > 1 for kind in (TERM_RULES, COEFFICIENT_RULES)):
+        raise InputError(f"kl_adaptation_method = {cfg.kl_adaptation_method!r} has two rules of a "
+                         "kind; give one for the term and one for the coefficient at most")
+
+
+def rule_among(rules, cfg):
+    """Returns the name among the rules in cfg.kl_adaptation_method, such as "a+b", or None."""
+    return next((name for name in cfg.kl_adaptation_method.split("+") if name in rules), None)
+
+
+def log_ratio_cap(cfg):
+    """Where "clip_sound" cuts d in the gradient, in nats."""
+    has_cap = rule_among(["clip_sound"], cfg)
+    return (cfg.kl_clip_threshold or 5.0) if has_cap else math.inf
+
+
+def adapted_kl(kl, mask, cfg):
+    """(B, T) KL -> (B, T) what is penalised."""
+    name = rule_among(TERM_RULES, cfg)
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return kl if name is None else TERM_RULES[name](kl, lengths, cfg)
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
@@ -856,51 +844,51 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, settings, vocab_kl=None):
+def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
     """(B, T) log-probs -> (B, T) penalty, which compute_loss multiplies by beta, (B, T) metadata.
 
     By default its value is k3(d), and its gradient w * d * grad log pi, with w = pi / sampler. The
     mean of that over what the sampler draws is the gradient of KL(policy || reference) at the
-    states it visits. ratio_cap cuts w, which bounds the gradient and biases it."""
-    d = (policy_log_probs - ref_log_probs).detach()
+    states it visits. kl_ratio_cap cuts w, which bounds the gradient and biases it."""
+    d, cap = (policy_log_probs - ref_log_probs).detach(), log_ratio_cap(cfg)
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped_ratio = ratio.clamp(max=settings.ratio_cap)
-    if settings.estimator in EXACT and vocab_kl is not None:  # it has its own gradient
+    capped_ratio = ratio.clamp(max=cfg.kl_ratio_cap)
+    if cfg.kl_estimator in EXACT and vocab_kl is not None:  # it has its own gradient
         kl = vocab_kl
-    elif settings.gradient == "as_written":  # that of the estimator, to reproduce papers
-        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, settings.estimator)
+    elif cfg.kl_gradient == "as_written":  # that of the estimator, to reproduce papers
+        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     else:
-        capped_d = d.clamp(-settings.log_ratio_cap, settings.log_ratio_cap)
+        capped_d = d.clamp(-cap, cap)
         value = compute_kl_divergence(  # at most 20 nats, so that exp(-d) does not overflow
-            capped_d.clamp(-20, 20), torch.zeros_like(d), settings.estimator)
+            capped_d.clamp(-20, 20), torch.zeros_like(d), cfg.kl_estimator)
         kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
-    adapted = penalty = settings.adapted(kl, mask)
-    if settings.placement == "loss_to_go":
+    adapted = penalty = adapted_kl(kl, mask, cfg)
+    if cfg.kl_in == "loss_to_go":
         # Token t also pays for KL_t+1 + KL_t+2 + ..., by that times w * grad log pi_t: on-policy
         # this is the gradient of whole responses' KL, and "exact" has the least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
     # The rest is for the log. What is estimated counts each sampled token w times.
     estimates = {name: capped_ratio * f(d.clamp(-20, 20)) for name, f in ESTIMATORS.items()}
-    is_exact = settings.estimator in EXACT
+    is_exact = cfg.kl_estimator in EXACT
     return penalty, {
-        "kl_penalty_mean": kl if is_exact else estimates[settings.estimator],
+        "kl_penalty_mean": kl if is_exact else estimates[cfg.kl_estimator],
         "kl_per_token": estimates["k3"] if vocab_kl is None else vocab_kl,
         "adaptive_kl/adapted_kl": adapted if is_exact else capped_ratio * adapted,
-        "kl_capped_frac": (ratio > settings.ratio_cap) | (d.abs() > settings.log_ratio_cap),
+        "kl_capped_frac": (ratio > cfg.kl_ratio_cap) | (d.abs() > cap),
         **{f"kl_{name}": values for name, values in estimates.items()},
     }
 
 
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, settings):
+def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, cfg):
     """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages: token t pays
     kl_coef * (KL_t + KL_t+1 + ...). With k1, and where the loss divides by a constant, this is the
     gradient of the response's KL. With a term rule each token pays for all, as it was published."""
-    cap = settings.log_ratio_cap
+    cap = log_ratio_cap(cfg)
     d = (log_probs - ref_log_probs).detach().clamp(-cap, cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), settings.estimator)
-    to_go = sum_to_go(settings.adapted(penalty, mask), mask)
-    return advantages - kl_coef * (to_go[:, :1] if settings.rule_among(TERM_RULES) else to_go)
+    penalty = compute_kl_divergence(d, torch.zeros_like(d), cfg.kl_estimator)
+    to_go = sum_to_go(adapted_kl(penalty, mask, cfg), mask)
+    return advantages - kl_coef * (to_go[:, :1] if rule_among(TERM_RULES, cfg) else to_go)
 
 
 class KLController:
@@ -908,7 +896,7 @@ class KLController:
 
     def __init__(self, kl_coef, settings, state=None):
         self.start = kl_coef
-        self.settings = settings
+        self.settings = settings  # cfg, or KLSettings
         self.state = {"beta": kl_coef, "step": 0, "kl": None, "reward": None} | (state or {})
 
     @property
@@ -923,7 +911,7 @@ class KLController:
         for name, value in (("kl", kl), ("reward", reward)):
             average = self.state[name]
             self.state[name] = value if average is None else 0.8 * average + 0.2 * value
-        rule = self.settings.rule_among(COEFFICIENT_RULES)
+        rule = rule_among(COEFFICIENT_RULES, self.settings)
         if rule is not None:
             self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
 
@@ -1013,7 +1001,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         return metrics
 
     state = run.state
-    controller = KLController(kl_coef, cfg.kl, state["kl"])
+    controller = KLController(kl_coef, cfg, state["kl"])
     state["before"] = state["before"] or evaluate_at(state["step"])
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
@@ -1073,7 +1061,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             metrics["kl_penalty"] = metrics["adaptive_kl/raw_kl"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
-        state |= {"step": step, "tokens": state["tokens"] + n_tokens, "kl": controller.state,
+        state |= {"step": step, "kl": controller.state,
                   "seconds": state["seconds"] + seconds,
                   "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
         log_train(run, step, metrics)
@@ -1144,6 +1132,7 @@ def main(
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
+    kl_ratio_cap=2.0,  # of pi / sampler as a factor of the KL's gradient; inf: exact, but unbounded
     kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
     kl_target=0.1,  # nats per token; the next four are of rules in support/adaptive_rules.py
     dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
@@ -1272,10 +1261,11 @@ def test_kl_gradient_matches_enumeration():
     by_hand = torch.autograd.grad(reverse_kl, leaf)[0]
     for estimator in ("k1", "k2", "k3", "exact"):
         for sampled_by in (logits, old):  # on-policy and off-policy
-            kl = KLSettings(estimator, ratio_cap=math.inf)
+            kl = KLSettings(kl_estimator=estimator, kl_ratio_cap=math.inf)
             ours = expected_kl_gradient(logits, ref, sampled_by, kl)
             torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
-    as_written = expected_kl_gradient(logits, ref, logits, KLSettings("k1", "as_written"))
+    kl = KLSettings(kl_estimator="k1", kl_gradient="as_written")
+    as_written = expected_kl_gradient(logits, ref, logits, kl)
     assert as_written.abs().max() < 1e-12  # differentiating k1 itself penalises nothing
 
 
@@ -1336,7 +1326,7 @@ class Run:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.state = {"step": 0, "tokens": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
+        self.state = {"step": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
                       "kl": None, "before": None, "after": None}
         self.saved = None  # the content of the checkpoint to go on from
         self.writer = None  # TensorBoard's, in the first of torchrun's processes
@@ -1430,7 +1420,7 @@ class Run:
 
 
 def choose(cfg):
-    """Puts values into what is None or "auto" in cfg, and cfg.kl. Returns lines for the log."""
+    """Puts values into what is None or "auto" in cfg. Returns lines for the log."""
     has_support = find_support() is not None
     auto_device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(auto_device if cfg.device == "auto" else cfg.device)
@@ -1448,7 +1438,7 @@ def choose(cfg):
     if cfg.engine == "auto":
         cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
     Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
-    cfg.kl = kl_settings_of(cfg)
+    check_kl_names(cfg)
     check_known("loss_average", cfg.loss_average, AVERAGES)
     has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
@@ -1460,7 +1450,8 @@ def choose(cfg):
                          "no lora_rank, frozen_in_bf16 or built-in model; change that, or add it")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
-    return [f"preset {name}: " + ", ".join(f"{key} = {value!r}" for key, value in preset.items())
+    taken = ", ".join(f"{key} = {value!r}" for key, value in preset.items()) or "nothing taken"
+    return [f"preset {name}: {taken}"
             + (f" | given instead: {given}" if given else ""),
             f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
 

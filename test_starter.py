@@ -397,8 +397,10 @@ def test_loss_and_its_gradient_match_loops():
             values = torch.tensor(batch[name], dtype=torch.float64)
             return values.masked_fill(~mask, math.nan)
 
-        kl = KLSettings(s.estimator, s.gradient, s.placement, s.rule, THRESHOLD, TARGET,
-                        max_new_tokens=MAX_NEW_TOKENS, ratio_cap=s.ratio_cap)
+        kl = KLSettings(
+            kl_estimator=s.estimator, kl_gradient=s.gradient, kl_in=s.placement,
+            kl_adaptation_method=s.rule, kl_clip_threshold=THRESHOLD, kl_target=TARGET,
+            max_new_tokens=MAX_NEW_TOKENS, kl_ratio_cap=s.ratio_cap)
         policy = tensor("policy").requires_grad_()
         exact_kl = tensor("exact").masked_fill(~mask, 0.0).requires_grad_()
         advantages, _ = starter.compute_group_normalized_advantages(
@@ -457,15 +459,17 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
         assert found[f"kl_{estimator}"] == pytest.approx(mean, rel=1e-5)
     assert found["kl_penalty_mean"] == found["kl_k3"] == found["kl_per_token"]
     exact_kl = torch.tensor([[1.0, 2, 3, 4, 99], [5, 6, 7, 8, 99], [3, 4, 5, 6, 99]])
-    for kl, capped in ((KLSettings("k1"), 0), (KLSettings("k1", ratio_cap=1.2), 4 / 12),
-                       (KLSettings("k1", placement="loss_to_go", ratio_cap=1.2), 4 / 12),
-                       (KLSettings("k1", adaptation="clip_sound", clip_threshold=0.3), 4 / 12),
-                       (KLSettings("exact"), 0), (KLSettings("exact", ratio_cap=1.2), 4 / 12)):
+    for changes, capped in (
+            ({}, 0), (dict(kl_ratio_cap=1.2), 4 / 12), (dict(kl_estimator="exact"), 0),
+            (dict(kl_in="loss_to_go", kl_ratio_cap=1.2), 4 / 12),
+            (dict(kl_adaptation_method="clip_sound", kl_clip_threshold=0.3), 4 / 12),
+            (dict(kl_estimator="exact", kl_ratio_cap=1.2), 4 / 12)):
+        kl = KLSettings(**dict(kl_estimator="k1") | changes)
         found = metadata_of(kl, exact_kl)
         assert found["kl_capped_frac"] == pytest.approx(capped)
         assert found["kl_per_token"] == 4.5
-        assert found["kl_penalty_mean"] == (4.5 if kl.estimator == "exact" else found["kl_k1"])
-        if kl.adaptation == "none":
+        assert found["kl_penalty_mean"] == (4.5 if kl.kl_estimator == "exact" else found["kl_k1"])
+        if kl.kl_adaptation_method == "none":
             assert found["adaptive_kl/adapted_kl"] == pytest.approx(found["kl_penalty_mean"])
 
 
@@ -477,7 +481,7 @@ def test_logged_kl_of_older_samples_is_that_of_the_present_policy(estimator):
     """Summed over a vocabulary that the old policy samples, without the cut of the ratio."""
     generator = torch.Generator().manual_seed(0)
     policy, ref, old = torch.randn(3, 1, 5, generator=generator).double().log_softmax(dim=2)
-    kl = KLSettings(estimator, ratio_cap=math.inf)
+    kl = KLSettings(kl_estimator=estimator, kl_ratio_cap=math.inf)
     _, logged = starter.kl_penalty(policy, ref, old, torch.ones(1, 5, dtype=torch.bool), kl)
     expected = (policy.exp() * (policy - ref)).sum()
     for name in ("kl_penalty_mean", f"kl_{estimator}", "adaptive_kl/adapted_kl"):
@@ -510,7 +514,7 @@ def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
     policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -1.0]]) - torch.tensor([1.5, 10.0]).log()
     mask = torch.ones(1, 2, dtype=torch.bool)
-    kl, _ = starter.kl_penalty(policy, torch.tensor([[-2.0, -2.0]]), old, mask, cfg_with().kl)
+    kl, _ = starter.kl_penalty(policy, torch.tensor([[-2.0, -2.0]]), old, mask, cfg_with())
     kl.sum().backward()
     torch.testing.assert_close(policy.grad, torch.tensor([[1.5, 2.0]]))  # ratio * d, and d = 1
 
@@ -518,7 +522,7 @@ def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
 def test_kl_estimator_exact_without_the_exact_kl_is_refused():
     with pytest.raises(InputError, match="of two log-probs. = 'exact' is not known"):
         starter.compute_loss(torch.zeros(1, 1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2,
-                             torch.zeros(1, 2), 0.1, kl_settings=KLSettings("exact"))
+                             torch.zeros(1, 2), 0.1, kl_settings=KLSettings(kl_estimator="exact"))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,6 +24,6 @@ def checked_kl_settings(**options):
     cfg = SimpleNamespace(**DEFAULTS | given | {
         "use_kl_penalty": True, "out_dir": tempfile.gettempdir()})  # where nothing is written
     rules.check_settings(cfg)
-    cfg.kl = starter.kl_settings_of(cfg)
+    starter.check_kl_names(cfg)
     kl_checks.check_kl(cfg)
-    return cfg.kl
+    return starter.KLSettings(**{name: getattr(cfg, name) for name in given})

@@ -28,7 +28,7 @@ def make_controller(kl_coef=0.3, state=None, **options):
     """
     kl = checked_kl_settings(kl_coef=kl_coef, **options)
     zero = torch.zeros(1, 1)
-    starter.compute_kl_divergence(zero, zero, kl.estimator)  # refuses what needs a vocabulary
+    starter.compute_kl_divergence(zero, zero, kl.kl_estimator)  # refuses what needs a vocabulary
     return KLController(kl_coef, kl, state)
 
 
@@ -46,16 +46,16 @@ def ppo_loss_fn_config(cliprange=0.2):
 # 2. Advantages.  Lists of numbers, as they come from the sampling client.
 
 def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3,
-                       kl=KLSettings(estimator="k1", placement="reward")):
+                       kl=KLSettings(kl_estimator="k1", kl_in="reward")):
     """B advantages, B lists of log-probs -> B lists of advantages, one for each token: less
     kl_coef times the KL of this token and of all later ones.
 
     This is the alternative that works with the built-in "ppo". One optimiser step per rollout:
     on older samples its gradient is biased (README_KL.md).
     """
-    if kl.estimator != "k1":
-        raise InputError(f"kl_estimator = {kl.estimator!r} in the advantages does not see the sign "
-                         "of the log-ratio; use kl_estimator = 'k1'")
+    if kl.kl_estimator != "k1":
+        raise InputError(f"kl_estimator = {kl.kl_estimator!r} in the advantages does not see the "
+                         "sign of the log-ratio; use kl_estimator = 'k1'")
     mask = padded([torch.ones(len(row), dtype=torch.bool) for row in logprobs])
     old, ref, of_response = (
         padded(for_each_token(values, logprobs, name)) for values, name in (
@@ -171,7 +171,7 @@ def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.3, cliprange=0.2, advant
                          "ref_logprobs; pass them with functools.partial")
     shares = padded(weights)
     mask = shares != 0
-    if kl.placement == "reward" and ref is not None and not as_printed:
+    if kl.kl_in == "reward" and ref is not None and not as_printed:
         advantages = starter.put_kl_into_advantages(advantages, old, ref, mask, kl_coef, kl)
     loss, metadata = starter.compute_loss(advantages, policy, old, cliprange, ref,
                                           0.0 if as_printed else kl_coef, mask, kl)

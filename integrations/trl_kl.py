@@ -106,8 +106,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._mean_reward = float("nan")
         self._log_probs = self._statistics = None  # of the last forward pass
         if self.accelerator.is_main_process:
+            shown = {name: getattr(self.kl_settings, name) for name in options.NAMES}
             print(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
-                  f"of its own: {self.kl_settings}", flush=True)
+                  f"of its own: {shown}", flush=True)
 
     def _calculate_rewards(self, inputs, *others):
         """(N, n functions) rewards of all processes. Their weighted mean moves beta."""
@@ -122,7 +123,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Adds the log-probs at rollout where KL in the reward needs them. TRL leaves them out
         where each rollout serves a single update, so that costs one more forward pass."""
         batch = super()._generate_and_score_completions(inputs)
-        in_reward = self.kl_settings is not None and self.kl_settings.placement == "reward"
+        in_reward = self.kl_settings is not None and self.kl_settings.kl_in == "reward"
         if in_reward and "old_per_token_logps" not in batch:
             tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
@@ -142,7 +143,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         beta = self.controller.beta
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
         ref_log_probs = torch.where(mask, inputs["ref_per_token_logps"], 0.0)
-        if kl.placement == "reward":
+        if kl.kl_in == "reward":
             inputs = inputs | {"advantages": starter.put_kl_into_advantages(
                 inputs["advantages"].unsqueeze(1), inputs["old_per_token_logps"], ref_log_probs,
                 mask, beta, kl)}
@@ -156,13 +157,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
         x = self._statistics
-        vocab_kl = None if x is None else getattr(x, starter.EXACT[kl.estimator])
+        vocab_kl = None if x is None else getattr(x, starter.EXACT[kl.kl_estimator])
         penalty, metadata = starter.kl_penalty(log_probs, ref_log_probs, old_log_probs, mask, kl,
                                                vocab_kl)
         if x is not None:
             metadata["kl_per_token"] = x.exact_kl
         self._log_probs = self._statistics = None
-        if kl.placement != "reward":
+        if kl.kl_in != "reward":
             weighted = penalty * self._token_weights(mask, inputs)
             loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
         self._note_kl(metadata, mask, beta)
@@ -185,7 +186,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                                            batch_size=None, compute_entropy=False, **others):
         """TRL's log-probs. Those of its loss, which alone asks for entropies, are kept."""
         kl = self.kl_settings
-        if kl is not None and compute_entropy and kl.estimator in starter.EXACT:
+        if kl is not None and compute_entropy and kl.kl_estimator in starter.EXACT:
             return self._forward_over_vocabulary(model, input_ids, attention_mask, logits_to_keep,
                                                  others)
         scores = super()._get_per_token_logps_and_entropies(
@@ -198,7 +199,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """(B, P + T) ids -> (B, T) log-probs, entropies, and self._statistics. TRL's fused head
         does not keep logits, so this holds (B, T, V) of them."""
         if any(value is not None and value is not False for value in others.values()):
-            raise starter.InputError(f"kl_estimator = {self.kl_settings.estimator!r} works for "
+            raise starter.InputError(f"kl_estimator = {self.kl_settings.kl_estimator!r} works for "
                                      "text without an auxiliary loss of experts; use 'k3'")
 
         def logits_of(scored_model):

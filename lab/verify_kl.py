@@ -30,10 +30,11 @@ starter.find_support()  # its import adds the rules as printed
 LONGEST = 32  # tokens of a response in section 5; the divisor of "length_normalized_sound"
 
 
-def term(estimator="k3", gradient="reverse", placement="loss", **others):
+def term(kl_estimator="k3", kl_gradient="reverse", kl_in="loss", **others):
     """Returns starter's KLSettings. Unless others say so, no ratio is cut."""
-    return starter.KLSettings(estimator, gradient, placement,
-                              **dict(ratio_cap=math.inf, max_new_tokens=LONGEST) | others)
+    return starter.KLSettings(
+        kl_estimator=kl_estimator, kl_gradient=kl_gradient, kl_in=kl_in,
+        **dict(kl_ratio_cap=math.inf, max_new_tokens=LONGEST) | others)
 
 
 def holds(value, bar):
@@ -119,10 +120,10 @@ def token_loss(world, weight, ref, old=None, advantages=0.0, kl_coef=1.0, kl=sta
     old_log_probs = x.log_probs.detach() if old is None else look_up(world, old, ref).log_probs
     of_sampler = old_log_probs if sampler is None else look_up(world, sampler, ref).log_probs
     advantages = torch.zeros(len(world.mask), 1).double() + advantages  # (B, 1)
-    if kl.placement == "reward":
+    if kl.kl_in == "reward":
         advantages = starter.put_kl_into_advantages(advantages, old_log_probs, x.ref_log_probs,
                                                     world.mask, kl_coef, kl)
-    exact_kl = getattr(x, starter.EXACT.get(kl.estimator, "exact_kl"))
+    exact_kl = getattr(x, starter.EXACT.get(kl.kl_estimator, "exact_kl"))
     loss, _ = starter.compute_loss(
         advantages, x.log_probs, old_log_probs, math.inf, x.ref_log_probs, kl_coef, world.mask, kl,
         exact_kl, of_sampler if is_corrected else None)
@@ -198,17 +199,17 @@ class Case(NamedTuple):
 
 def claims_of(kl, on_policy, one_step):
     """Returns what is claimed of a setting: [(target, "exact" or "wrong")]."""
-    if kl.placement == "reward":
-        return [(SEQUENCE, "exact" if kl.estimator == "k1" and on_policy else "wrong")]
-    if kl.estimator == "exact_forward":
-        to_go = kl.placement == "loss_to_go" and not one_step
+    if kl.kl_in == "reward":
+        return [(SEQUENCE, "exact" if kl.kl_estimator == "k1" and on_policy else "wrong")]
+    if kl.kl_estimator == "exact_forward":
+        to_go = kl.kl_in == "loss_to_go" and not one_step
         sound = "exact" if on_policy else "wrong"
         return [(FORWARD_SEQUENCE, sound) if to_go else (FORWARD, "exact"), (TOKEN, "wrong")]
-    reverse = (kl.gradient == "reverse" or kl.estimator == "exact"
-               or (kl.estimator == "k2" and on_policy))
-    if kl.placement == "loss_to_go" and not one_step:
+    reverse = (kl.kl_gradient == "reverse" or kl.kl_estimator == "exact"
+               or (kl.kl_estimator == "k2" and on_policy))
+    if kl.kl_in == "loss_to_go" and not one_step:
         # A k2 of later tokens is a biased value, and the samples must be the policy's own.
-        exact = reverse and kl.estimator != "k2" and on_policy
+        exact = reverse and kl.kl_estimator != "k2" and on_policy
         return [(SEQUENCE, "exact" if exact else "wrong")]
     if reverse:  # a token's own KL; how the token changes that of later ones is missing
         return [(TOKEN, "exact")] + ([] if one_step else [(SEQUENCE, "wrong")])
@@ -217,7 +218,7 @@ def claims_of(kl, on_policy, one_step):
         "k2": [],
         "k3": [(FORWARD, "exact" if on_policy else "wrong")],
     }
-    return [(TOKEN, "wrong")] + as_written[kl.estimator]
+    return [(TOKEN, "wrong")] + as_written[kl.kl_estimator]
 
 
 def make_cases(one_step):
@@ -227,7 +228,7 @@ def make_cases(one_step):
             *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
             *product(("k1", "k2", "k3"), ("reverse",), ("reward",))]
     settings = [term(*setting) for setting in grid]
-    in_reward = term("k1", placement="reward")
+    in_reward = term("k1", kl_in="reward")
     return [
         *(Case(by, kl, claims_of(kl, by == "policy", one_step))
           for by, kl in product(("policy", "old"), settings)),
@@ -236,8 +237,8 @@ def make_cases(one_step):
         Case("sampler", term("exact_forward"), [(FORWARD, "exact")]),
         *(Case("sampler", term(estimator), [(TOKEN, "wrong")], "not corrected",
                {"is_corrected": False}) for estimator in ("k1", "k2", "k3")),
-        Case("old", term(ratio_cap=2.0), [(TOKEN, "wrong")], "r cut at 2"),
-        *(Case("policy", term(estimator, adaptation="clip", clip_threshold=0.3),
+        Case("old", term(kl_ratio_cap=2.0), [(TOKEN, "wrong")], "r cut at 2"),
+        *(Case("policy", term(estimator, kl_adaptation_method="clip", kl_clip_threshold=0.3),
                [(TOKEN, "wrong")], "min(KL, 0.3)") for estimator in ("k1", "k3", "exact")),
         Case("policy", in_reward, [(SEQUENCE, "exact")], "constant divisor",
              {"loss_average": "dr_grpo"}),
@@ -266,11 +267,11 @@ def gradient_rows(n_policies=10):
                                      **case.others)
             targets = targets_of[case.sampled_by]
             direction = cosine(ours, targets[SEQUENCE]) if ours.norm() > 1e-10 else math.nan
-            gradient = "" if case.kl.placement == "reward" else case.kl.gradient
+            gradient = "" if case.kl.kl_in == "reward" else case.kl.kl_gradient
             for target, claim in case.claims:
                 error = (ours - targets[target]).norm()
                 size = targets[target].norm() or targets[SEQUENCE].norm()
-                key = (name, case.sampled_by, case.kl.placement, case.kl.estimator, gradient,
+                key = (name, case.sampled_by, case.kl.kl_in, case.kl.kl_estimator, gradient,
                        case.note, target, claim)
                 measured[key].append([error.item(), (error / size).item(), direction])
     return [gradient_row(key, errors) for key, errors in measured.items()]
@@ -336,10 +337,10 @@ def mistake_rows(n_policies=10):
 # 3. Bias and variance of the gradient that one response gives.
 
 GRADIENTS = {
-    "k1 in the reward": term("k1", placement="reward"),
-    "k1 loss_to_go": term("k1", placement="loss_to_go"),
-    "k3 loss_to_go": term("k3", placement="loss_to_go"),
-    "exact loss_to_go": term("exact", placement="loss_to_go"),
+    "k1 in the reward": term("k1", kl_in="reward"),
+    "k1 loss_to_go": term("k1", kl_in="loss_to_go"),
+    "k3 loss_to_go": term("k3", kl_in="loss_to_go"),
+    "exact loss_to_go": term("exact", kl_in="loss_to_go"),
     "k1, k2 or k3 in the loss": term("k3"),  # three values, one gradient
     "exact in the loss": term("exact"),
 }
@@ -391,17 +392,17 @@ def variance_rows(n_policies=3):
 
 EXPLOSION = {  # name: coefficient, KLSettings
     "none": (0.0, starter.KLSettings()),
-    "k3 as written": (0.04, starter.KLSettings(gradient="as_written")),
+    "k3 as written": (0.04, starter.KLSettings(kl_gradient="as_written")),
     "k3 as written, min(k3, 10)": (0.04, starter.KLSettings(
-        gradient="as_written", adaptation="clip", clip_threshold=10.0)),
-    "k1 as written": (0.04, starter.KLSettings("k1", "as_written")),
+        kl_gradient="as_written", kl_adaptation_method="clip", kl_clip_threshold=10.0)),
+    "k1 as written": (0.04, starter.KLSettings(kl_estimator="k1", kl_gradient="as_written")),
     "k3, reverse (default)": (0.04, starter.KLSettings()),
     "k3, reverse, d cut at 5": (0.04, starter.KLSettings(
-        adaptation="clip_sound", clip_threshold=5.0)),
+        kl_adaptation_method="clip_sound", kl_clip_threshold=5.0)),
     # There the value of later tokens, exp(-d) and all, is in the gradient.
-    "k3 loss_to_go": (0.04, starter.KLSettings(placement="loss_to_go")),
-    "exact in the loss": (0.04, starter.KLSettings("exact")),
-    "exact loss_to_go": (0.04, starter.KLSettings("exact", placement="loss_to_go")),
+    "k3 loss_to_go": (0.04, starter.KLSettings(kl_in="loss_to_go")),
+    "exact in the loss": (0.04, starter.KLSettings(kl_estimator="exact")),
+    "exact loss_to_go": (0.04, starter.KLSettings(kl_estimator="exact", kl_in="loss_to_go")),
 }
 VOCABULARY, WIDTH, RANK = 128, 32, 16
 N_RESPONSES, N_TOKENS = 128, 16
@@ -486,7 +487,7 @@ def explosion_rows(n_seeds=5):
 #    which KL term makes responses longer.
 
 def in_reward(adaptation="none"):
-    return term("k1", placement="reward", adaptation=adaptation)
+    return term("k1", kl_in="reward", kl_adaptation_method=adaptation)
 
 
 LENGTHS = [  # name, coefficient, what the loss divides by, KLSettings, bar of the mean length
@@ -497,7 +498,7 @@ LENGTHS = [  # name, coefficient, what the loss divides by, KLSettings, bar of t
     *((f"KL / own length in the reward, {kl_coef}", kl_coef, "dr_grpo",
        in_reward("length_normalized"), "> 8") for kl_coef in (0.05, 0.2, 1.0)),
     ("exact in the loss", 0.05, "dr_grpo", term("exact"), "< 5.1"),
-    ("exact loss_to_go", 0.05, "dr_grpo", term("exact", placement="loss_to_go"), "< 5.1"),
+    ("exact loss_to_go", 0.05, "dr_grpo", term("exact", kl_in="loss_to_go"), "< 5.1"),
     ("k1 as written, mean of each response", 0.05, "grpo", term("k1", "as_written"), "> 25"),
 ]
 

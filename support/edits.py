@@ -17,8 +17,8 @@ SHIPPED = {
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
     "token_statistics": "afbcd70ad311",
-    "compute_loss": "81a7ec56d020",
-    "grpo_microbatch_step": "c61fdef56ce5",
+    "compute_loss": "a5f0be4909b9",
+    "grpo_microbatch_step": "621a2a0008ce",
     "accumulate_gradients": "881b69eb9943",
 }
 

@@ -152,7 +152,8 @@ def attach(run):
 
     def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
         while True:
-            counted = [rows for rows in microbatches if edited or rows["mean_weights"].any()]
+            counted = [rows for rows in microbatches if edited or rows["mean_weights"].any()
+                       or (rows["advantages"] * rows["response_mask"]).any()]  # edited in train
             try:
                 return starter.accumulate_gradients.__wrapped__(policy, counted, cfg, ref_model,
                                                                 kl_coef)

@@ -32,7 +32,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
               f"KL(policy || {'start' if ref_model is None else 'reference'}): "
               f"{round(result['kl_per_token'], 3) + 0.0:.3f} nats per token, "  # never -0.000
               f"{result['kl_per_sequence']:.2f} nats per response"]
-    if state["kl"] and cfg.use_kl_penalty and cfg.kl.rule_among(starter.COEFFICIENT_RULES):
+    if state["kl"] and cfg.use_kl_penalty and starter.rule_among(starter.COEFFICIENT_RULES, cfg):
         lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {state['kl']['beta']:.3g} now")
     log_hparams(result, run)
     tables = tables_of_kl(kl, tokenizer)

@@ -6,6 +6,7 @@ of the preset's value where that is None. So a new parameter of main() needs no 
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -25,7 +26,7 @@ LIMITS = {
     "beta_schedule_steps": (1, 10**9), "learning_rate": (1e-12, 1), "weight_decay": (0, 1),
     "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
     "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10), "eval_samples": (1, 1000),
-    "kl_clip_threshold": (1e-9, 10**9),
+    "kl_clip_threshold": (1e-9, 10**9), "kl_ratio_cap": (1, math.inf),
 } | dict.fromkeys("n_train_steps seed lora_rank warmup_steps kl_coef beta_min "
                   "eval_every save_every max_sampler_diff".split(), (0, 10**9))
 KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default

@@ -1,5 +1,6 @@
 """The controller of the KL coefficient, and the rules for the coefficient and for the KL term."""
 import json
+import inspect
 import math
 import random
 
@@ -13,7 +14,7 @@ from support import adaptive_rules  # noqa: F401  adds its rules
 
 
 def controller(rule="none", kl_coef=0.2, **changes):
-    return KLController(kl_coef, KLSettings(adaptation=rule, **changes))
+    return KLController(kl_coef, KLSettings(kl_adaptation_method=rule, **changes))
 
 
 def betas(controller, kls, rewards):
@@ -70,7 +71,7 @@ def test_sound_coefficient_rules_match_hand_computed_values():
 def slope(rule, kl, n_tokens=8):
     """d(penalised) / d(KL), by autograd."""
     kl = torch.tensor([[float(kl)]], dtype=torch.float64, requires_grad=True)
-    adapted = KLSettings(adaptation=rule).adapted(kl, torch.ones(1, n_tokens))
+    adapted = starter.adapted_kl(kl, torch.ones(1, n_tokens), KLSettings(kl_adaptation_method=rule))
     return torch.autograd.grad(adapted, kl)[0].item()
 
 
@@ -108,35 +109,35 @@ def test_printed_coefficient_rules_fall_where_the_sound_ones_hold():
 def test_number_that_is_not_finite_does_not_move_beta(rule):
     for kl, reward in ((math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (-math.inf, 0.0)):
         state = {"beta": 0.2, "step": 4, "kl": 0.1, "reward": 0.5}
-        c = KLController(0.2, KLSettings(adaptation=rule), state)
+        c = KLController(0.2, KLSettings(kl_adaptation_method=rule), state)
         c.update(kl, reward)
         assert c.state == state | {"step": 5}
     assert math.isfinite(betas(controller(rule), [0.0, -0.1, 0.0], [0.0] * 3)[-1])
 
 
-def test_kl_settings_hold_every_parameter_of_main():
-    kl = starter.cfg_with(
-        kl_estimator="k1", kl_gradient="as_written", kl_in="reward",
-        kl_adaptation_method="target", kl_clip_threshold=3.0, kl_target=0.5,
-        dynamic_beta_decay=0.8, reward_threshold=0.7, beta_min=0.01, beta_schedule_steps=77,
-        max_new_tokens=9).kl
-    assert kl == KLSettings("k1", "as_written", "reward", "target", 3.0, 0.5, 0.8, 0.7, 0.01, 77, 9)
+def test_kl_settings_have_the_defaults_of_main():
+    of_main, settings = starter.cfg_with(), KLSettings(kl_target=0.5)
+    for name in inspect.signature(starter.main).parameters:
+        if name.startswith(("kl_", "beta_")) and name != "kl_target":
+            assert getattr(settings, name) == getattr(of_main, name)
+    assert settings.kl_target == 0.5 and settings.max_new_tokens == 256
 
 
 def test_clip_threshold_is_larger_where_only_the_gradient_is_clipped():
-    for rule, nats in (("none", 1.0), ("clip", 1.0), ("clip_sound", 5.0),
-                       ("target+clip_sound", 5.0)):
-        cfg = starter.cfg_with(kl_adaptation_method=rule)
-        assert cfg.kl.clip_threshold == nats
+    assert slope("clip", 0.99) == 1 and slope("target+clip", 1.01) == 0
+    for rule, nats in (("clip", math.inf), ("clip_sound", 5.0), ("target+clip_sound", 5.0)):
+        assert starter.log_ratio_cap(starter.cfg_with(kl_adaptation_method=rule)) == nats
+    assert starter.log_ratio_cap(KLSettings(
+        kl_adaptation_method="clip_sound", kl_clip_threshold=0.3)) == 0.3
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(estimator="k4"), "kl_estimator = 'k4' is not known; "),
-    (dict(gradient="revers"), r"kl_gradient = 'revers' is not known; did you mean 'reverse'\?"),
-    (dict(placement="advantage"), "kl_in = 'advantage' is not known; use one of 'loss', "),
-    (dict(adaptation="Clip_sound"), "kl_adaptation_method = 'Clip_sound' is not known; did you "),
-    (dict(adaptation=""), "kl_adaptation_method = '' is not known"),
-    (dict(adaptation="target_sound+target_sound"), "has two rules of a kind"),
+    (dict(kl_estimator="k4"), "kl_estimator = 'k4' is not known; "),
+    (dict(kl_gradient="revers"), r"kl_gradient = 'revers' is not known; did you mean 'reverse'\?"),
+    (dict(kl_in="advantage"), "kl_in = 'advantage' is not known; use one of 'loss', "),
+    (dict(kl_adaptation_method="Clip_sound"), "method = 'Clip_sound' is not known; did you "),
+    (dict(kl_adaptation_method=""), "kl_adaptation_method = '' is not known"),
+    (dict(kl_adaptation_method="target_sound+target_sound"), "has two rules of a kind"),
 ])
 def test_kl_settings_refuse_what_would_act_like_another_value(changes, message):
     with pytest.raises(InputError, match=message):

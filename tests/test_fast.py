@@ -190,10 +190,11 @@ def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, ca
     assert f"{name} was edited: it runs, and not the one of support/" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("edited", [None, "compute_loss", "grpo_microbatch_step"])
+@pytest.mark.parametrize("edited", [None, "compute_loss", "grpo_microbatch_step", "advantages"])
 def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shipped(
         edited, monkeypatch, capsys):
-    """Gradients and means are those of the plain function."""
+    """Gradients and means are those of the plain function, also where train gives advantages to
+    such rows after the cut."""
     model = model_named("qwen3")
     counted = torch.tensor([[True], [True], [False], [False], [True], [True]])
     batch = make_rows()
@@ -201,6 +202,8 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
     batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
     in_means = (batch["response_mask"] & counted).float()
     batch["mean_weights"] = in_means / in_means.sum()
+    if edited == "advantages":
+        batch["advantages"] = torch.tensor([[1.0], [-0.5], [0.7], [0.0], [0.5], [0.0]])
     n_read = []
     model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: n_read.append(len(inputs[0])))
@@ -218,7 +221,8 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
 
     expected = step()
     assert expected[0]["ratio_mean"] == pytest.approx(1.0) and n_read == [2, 2, 2] * 2
-    if edited:
+    is_function = hasattr(starter, edited or "")
+    if is_function:
         monkeypatch.setattr(starter, edited, functools.wraps(getattr(starter, edited))(
             functools.partial(getattr(starter, edited))))
     memory.attach(SimpleNamespace(state={}, cfg=starter.cfg_with()))
@@ -227,7 +231,7 @@ def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shi
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
     assert n_read == ([2, 2, 2] if edited else [2, 2]) * 2
     assert capsys.readouterr().out == (
-        f"edited: {edited}; so rows without an advantage have a forward pass, too\n" * bool(edited)
+        f"edited: {edited}; so rows without an advantage have a forward pass, too\n" * is_function
         + "With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing\n"
         * (edited == "compute_loss"))
 

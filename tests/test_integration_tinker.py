@@ -121,7 +121,8 @@ def test_loss_and_gradient_through_the_sdk_equal_those_of_starter():
     for estimator, gradient, placement, rule in itertools.product(
             ("k1", "k2", "k3"), ("reverse", "as_written"), ("loss", "loss_to_go", "reward"),
             ("none", *starter.TERM_RULES)):
-        kl = KLSettings(estimator, gradient, placement, rule, clip_threshold=0.5, max_new_tokens=7)
+        kl = KLSettings(kl_estimator=estimator, kl_gradient=gradient, kl_in=placement,
+                        kl_adaptation_method=rule, kl_clip_threshold=0.5, max_new_tokens=7)
         model = SmallModel(1)
         a = advantages[:, None]
         if placement == "reward":
@@ -249,7 +250,8 @@ def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
     for row, a, x, y in zip(found, advantages.tolist(), old, ref):
         d = (x - y).tolist()
         assert row == pytest.approx([a - 0.3 * sum(d[t:]) for t in range(len(d))], abs=1e-6)
-    loss, _, _ = call_loss(old, old, ref, advantages, 0.3, KLSettings("k1", placement="reward"))
+    kl = KLSettings(kl_estimator="k1", kl_in="reward")
+    loss, _, _ = call_loss(old, old, ref, advantages, 0.3, kl)
     assert loss == pytest.approx(-sum(map(sum, found)), abs=1e-4)  # the custom loss does the same
 
 
@@ -268,7 +270,7 @@ def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
     (lambda: call_loss(*tensors()[:2], None, [1.0] * 3, 0.1), "needs advantages"),
     (lambda: call_loss(*tensors()[:3], [1.0] * 2, 0.1), "2 entries for 3"),
     (lambda: call_loss(*tensors(), kl_coef=-1.0), "kl_coef = -1.0"),
-    (lambda: call_loss(*tensors(), 0.1, KLSettings("exact")), "two log-probs"),
+    (lambda: call_loss(*tensors(), 0.1, KLSettings(kl_estimator="exact")), "two log-probs"),
 ])
 def test_mistake_gets_one_sentence(call, message):
     with pytest.raises(InputError, match=message):

@@ -244,17 +244,17 @@ def test_expected_gradient_equals_that_of_the_kl_by_enumeration(checkpoint, tmp_
 
     KL = starter.KLSettings
     for estimator in starter.ESTIMATORS:
-        assert error(logits, KL(estimator)) <= 1e-8
-        assert error(older, KL(estimator, ratio_cap=math.inf)) <= 1e-8
+        assert error(logits, KL(kl_estimator=estimator)) <= 1e-8
+        assert error(older, KL(kl_estimator=estimator, kl_ratio_cap=math.inf)) <= 1e-8
     for estimator in ("k1", "k3"):
-        assert error(logits, KL(estimator, placement="loss_to_go"), True) <= 1e-8
-    assert error(logits, KL("k1", placement="reward"), True) <= 1e-8
+        assert error(logits, KL(kl_estimator=estimator, kl_in="loss_to_go"), True) <= 1e-8
+    assert error(logits, KL(kl_estimator="k1", kl_in="reward"), True) <= 1e-8
     # Negative controls: what is known to be wrong comes out wrong.
     assert error(older, KL()) > 1e-2  # the cap of 2
     assert error(logits, KL(), True) > 1e-2  # the KL of each token is not that of whole responses
-    assert error(logits, KL(gradient="as_written")) > 1e-2
-    assert error(logits, KL("k1", "as_written")) > 1e-2
-    assert error(logits, KL(adaptation="length_normalized")) > 1e-2
+    assert error(logits, KL(kl_gradient="as_written")) > 1e-2
+    assert error(logits, KL(kl_estimator="k1", kl_gradient="as_written")) > 1e-2
+    assert error(logits, KL(kl_adaptation_method="length_normalized")) > 1e-2
     # TRL's own default, k3 times the ratio, is right on own and on older samples.
     for corrected in (True, False):
         trainer.args.use_bias_correction_kl = corrected

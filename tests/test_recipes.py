@@ -242,6 +242,27 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, monkey
         torch.testing.assert_close(ref, 0.75 * before + 0.25 * policy)
 
 
+def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path, monkeypatch):
+    module, plain = (load(name, tmp_path) for name in ("minibatches", "cosine"))
+    given = settings(checkpoint, tmp_path, n_train_steps=2, learning_rate=1e-3, loss_average="grpo")
+    real, steps = module.accumulate_gradients, []
+
+    def spy(policy, microbatches, *others):
+        weights = sum(rows["weights"].sum().item() for rows in microbatches)
+        steps.append((sum(len(rows["labels"]) for rows in microbatches), round(weights, 5)))
+        return real(policy, microbatches, *others)
+
+    monkeypatch.setattr(module, "accumulate_gradients", spy)
+    ratios = scalars(module.main(**given)["run_folder"])["train/ratio_mean"]
+    assert steps == [(4, 1.0)] * 8  # 16 responses a step, 4 optimiser steps
+    assert all(abs(ratio - 1) > 1e-4 for ratio in ratios.values())
+    module.N_MINIBATCHES = 1  # then the first step is that of starter.py
+    first, expected = (scalars(x.main(**given | dict(warmup_steps=0))["run_folder"])
+                       for x in (module, plain))
+    for tag in ("train/loss", "train/grad_norm"):
+        assert first[tag][1] == pytest.approx(expected[tag][1], rel=1e-3, abs=1e-6)
+
+
 # Tokens whose ratio is 1, 0.4, 5.2 and 2; the second response has drifted by 0.1 nats a token
 @pytest.mark.parametrize("advantage, weights", [
     (0.8, [[1, 0, 0, 2], [math.exp(-0.1)] * 4]), (-0.8, [[1, 0, 0, 2], [0] * 4])])

@@ -147,6 +147,11 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
     assert means == pytest.approx({"reward/reward": 4 / 6, "reward/unnamed": 10 / 6})
 
 
+def test_problem_that_no_scorer_knows_is_one_sentence():
+    with pytest.raises(starter.InputError, match="one of .'answer', .*; give another reward"):
+        starter.reward_fn("<answer>4</answer>", {"prompt": "2 + 2", "gold": "4"})
+
+
 @pytest.mark.parametrize("reward", [lambda text, problem: 1 / 0, lambda text, problem: "a",
                                     lambda text, problem: None])
 def test_error_of_a_reward_shows_its_text_and_its_problem(reward):
