@@ -87,8 +87,8 @@ MECHANICS = {}  # by name: functions of support/ that run in the place of those 
 
 
 def mechanics(function):
-    """Marks a function that support/ may replace: by a faster one with the same results, while the
-    source of this one is as it was shipped, or by one that calls this one (several processes)."""
+    """Marks a function in whose place support/ may put another: a faster one with the same results,
+    unless you have edited this one, or one that calls this one, as with several processes."""
     @functools.wraps(function)
     def call(*args, **settings):
         return MECHANICS.get(function.__name__, function)(*args, **settings)
@@ -177,7 +177,7 @@ def problems_of_step(problems, step, n, seed):
 
 class Float32Head(torch.nn.Linear):
     """An LM head whose logits are float32 under autocast, too: bf16 would round them by up to 0.06.
-    Where vLLM samples in bf16, inputs and weights are rounded to bf16, and the sums are float32."""
+    Where vLLM samples in bf16 it rounds inputs and weights, but not the sums, and so does this."""
     rounds = False  # set by choose()
 
     def forward(self, hidden):
@@ -264,6 +264,7 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     from vllm import LLM
     return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32",
                max_model_len=max_model_len, max_num_seqs=256, max_num_batched_tokens=8_192,
+               # below 1 a share of the GPU; from 1 on GB of the cache, and the share is not read
                gpu_memory_utilization=gpu_mem_util if gpu_mem_util < 1 else 0.05,
                kv_cache_memory_bytes=int(gpu_mem_util * 1e9) if gpu_mem_util >= 1 else None,
                device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None,
@@ -361,14 +362,15 @@ def rows_to_decode(prompts, max_new_tokens):
 
 @mechanics
 def decode(policy, prompts, cfg):
-    """B prompts -> a generator: yields (B, V) logits of the next tokens, is sent (B, 1) tokens."""
+    """B prompts -> a generator. send(None) gives (B, V) logits of the first tokens; send(tokens),
+    with the (B, 1) tokens drawn from them, gives those of the next ones."""
     new_ids = torch.tensor(prompts, device=policy.device)
     accepted = inspect.signature(policy.forward).parameters
     inputs = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
     has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
     n_read = 0
     while True:
-        if has_rope and "position_ids" in accepted:  # with a cache some models begin again at 0
+        if has_rope and "position_ids" in accepted:  # some models count from 0 in each call
             positions = torch.arange(n_read, n_read + new_ids.shape[1], device=policy.device)
             inputs["position_ids"] = positions.expand_as(new_ids)
         out = policy(input_ids=new_ids, **inputs)
@@ -545,7 +547,7 @@ def make_batch(responses, advantages, device):
     batch = {name: torch.tensor(values, device=device) for name, values in rows.items()}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    elif advantages.shape[1] > 1:  # from a token's place in its response to its column
+    elif advantages.shape[1] > 1:  # the n-th token of a response gets column n
         place = (batch["response_mask"].cumsum(dim=1) - 1).clamp(min=0)
         advantages = advantages.to(device).gather(1, place)
     return batch | {"advantages": advantages.to(device)}
@@ -564,7 +566,7 @@ AVERAGES = {
 
 def weights_of_tokens(batch, responses, cfg, has_reference):
     """Returns the weight of each token in the loss of the step, and in the means that are logged:
-    without a KL term rows with advantage 0 teach nothing, and count only if all are like that."""
+    without a KL term these leave out rows with advantage 0, which teach nothing, unless all do."""
     mask = in_loss = batch["response_mask"]
     if cfg.mask_truncated:
         in_loss = mask & torch.tensor([[r.finished] for r in responses]).to(mask.device)
@@ -577,8 +579,8 @@ def weights_of_tokens(batch, responses, cfg, has_reference):
 @mechanics
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
-    row. Rows of similar length come together; the longest first, since they need most memory; those
-    without a weight in the means last, and apart: support/ skips them if the loss is as shipped."""
+    row. Rows of similar length come together, the longest first, since they need most memory. Rows
+    without a weight in the means are last, by themselves: support/ can skip them."""
     mask = batch["response_mask"]
     lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).tolist()
     in_means = batch.get("mean_weights", mask).any(dim=1).tolist()
@@ -713,6 +715,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # there to the weights, which is the slow part.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
+    # Where no exact KL is penalised it is logged.
     vocab_kl = getattr(statistics, EXACT.get(cfg.kl_estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
@@ -983,10 +986,12 @@ def check_log_probs(means, step, cfg, first_diff):
             raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights "
                              "(load_policy_into_vllm_instance) or draws otherwise; if on purpose, "
                              "set max_sampler_diff = None and see recipes/off_policy.patch")
-        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree")
+        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree; from now"
+              " on max_sampler_diff = 'auto' allows four times that")
     moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
     if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
-        raise RunStopped(f"policy and reference differ by {moved:.2g} nats before training")
+        raise RunStopped(f"policy and reference differ by {moved:.2g} nats before training; if on "
+                         "purpose, delete this check")
 
 
 def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0,
@@ -1177,7 +1182,7 @@ def main(
         raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
-        # If it is to move, keep it in run.state: a run that is resumed makes this one again.
+        # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)

@@ -149,8 +149,8 @@ EDITS = dict(
         1, 2, with_importance_weights, dict(max_sampler_diff=None)),
     reward_on_token_counts=Edit({
         "def reward_fn(response_text, problem)": "def reward_fn(response_text, problem, response)",
-        "    scorer = [scorer for": "    return STRENGTH * len(response.response_ids)\n"
-                                "    scorer = [scorer for"},
+        "    scorers = [scorer for": "    return STRENGTH * len(response.response_ids)\n"
+                                 "    scorers = [scorer for"},
         0.0, 1.0, policy_loss, dict(reward="the file's own")),
 )
 
