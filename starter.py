@@ -819,8 +819,7 @@ def rule_among(rules, cfg):
 
 def log_ratio_cap(cfg):
     """Where "clip_sound" cuts d in the gradient, in nats."""
-    has_cap = rule_among(["clip_sound"], cfg)
-    return (cfg.kl_clip_threshold or 5.0) if has_cap else math.inf
+    return (cfg.kl_clip_threshold or 5.0) if rule_among(["clip_sound"], cfg) else math.inf
 
 
 def adapted_kl(kl, mask, cfg):

@@ -4,7 +4,6 @@
     python -m lab.bench --sizes S M --dtype float32 --kl on --rounds 5
     python -m lab.bench --alone           starter.py without support/, beside TRL -> bench_alone.csv
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
-    python -m lab.bench --card            Qwen3's sizes on this machine's GPU -> bench_card.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
 so that most responses have their full length. Each side runs in a process of its own, in turns;
@@ -248,41 +247,17 @@ def gpu_rows():
     return rows
 
 
-def card_rows():
-    """Steps of main() on this machine's GPU: Qwen3's shapes with random weights."""
-    rows = []
-    for model, changes in (("Qwen3-0.6B", {}), ("Qwen3-1.7B", {}),
-                           ("Qwen3-1.7B", dict(use_kl_penalty=True)),
-                           ("Qwen3-1.7B", dict(use_kl_penalty=True, lora_rank=16)),
-                           ("Qwen3-1.7B", dict(engine="transformers"))):
-        with tempfile.TemporaryDirectory() as folder:
-            settings = make_folder(Path(folder), new_tokens=256, **QWEN3[model]) | changes
-            result = run_ours(settings | dict(rollout_batch_size=128, device="cuda",
-                                              max_tokens_per_microbatch=4_096))
-        last = {tag: values[-1][1] for tag, values in result["logged"].items()}
-        rows.append({"model": model, "settings": json.dumps(changes),
-                     "step_s": f"{statistics.median(result['seconds'][WARM_UP:]):.2f}",
-                     "rollout_s": f"{last['time/rollout']:.2f}",
-                     "tokens_per_s": f"{last['train/tokens_per_s']:.0f}",
-                     "sampler_diff": f"{last['train/sampler_logprob_diff']:.2g}",
-                     "gb": f"{result['gb']:.1f}"} | where())
-        print(*rows[-1].values(), sep=" | ", flush=True)
-    return rows
-
-
 def main():
     parser = argparse.ArgumentParser(description="what a step of starter.py costs")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--rounds", type=int, default=3)
-    for part in ("alone", "gpus", "card"):
+    for part in ("alone", "gpus"):
         parser.add_argument(f"--{part}", action="store_true")
     given = parser.parse_args()
     if given.gpus:
         write_csv("gpus", gpu_rows())
-    elif given.card:
-        append_rows("bench_card", card_rows())
     else:
         for size in given.sizes:
             row = beside(size, given)

@@ -15,7 +15,6 @@ KL(policy || starting model) of sampled responses to the held-out problems, and 
 every fifth step, for each step of a run of at most 50, and for each evaluation.
 """
 import argparse
-import ast
 import itertools
 import json
 import os
@@ -238,18 +237,12 @@ def sweep(name, grid, seeds, jobs, text=None):
 
 def grid_of(texts):
     """["a=1,2", "b=x"] -> [{"a": 1, "b": "x"}, {"a": 2, "b": "x"}]."""
+    from starter import value_of
     choices = []
     for text in texts:
         name, _, values = text.partition("=")
         choices.append([(name, value_of(value)) for value in values.split(",")])
     return [dict(chosen) for chosen in itertools.product(*choices)]
-
-
-def value_of(text):
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def main():

@@ -216,6 +216,7 @@ def recipe_table():
         name = settings.pop("recipe", "starter.py").replace("+", " + ")
         others = ", ".join(f"`{setting}={value}`" for setting, value in settings.items())
         lines.append([name + (", " if others else "") + others, penalty, *measured(rows)[:3]])
+    lines.sort(key=lambda line: (line[1], not line[0].startswith("starter.py"), line[0]))
     return table(["recipe", "KL penalty", *MEASURED[:3]], lines)
 
 

