@@ -126,10 +126,14 @@ def read_problems(source):
     try:
         for line in open(source, encoding="utf-8-sig"):
             row = json.loads(line)
+            if "last_number" in row:
+                raise ValueError("last_number needs support/")
             problems.append(row | {"prompt": row["prompt"], "answer": str(row["answer"]).strip()})
+    except UnicodeDecodeError:
+        raise InputError(f"{source} is not UTF-8; save it in that encoding") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{source} line {len(problems) + 1} is not a JSON object with 'prompt' "
-                         f"and 'answer' ({error!r:.150}); mend or delete that line") from None
+                         f"and 'answer' ({error!r:.150}); mend that line") from None
     return problems
 
 
@@ -490,7 +494,8 @@ def score(responses, problems, tokenizer, reward):
             try:  # nan and inf pass: the loop skips such a step
                 values[i, j] = function(text, problem, **{"response": responses[i]} if asks else {})
             except Exception as error:  # in your function, or because it gave no number
-                error.add_note(f"{function} got {text[:200]!r} and {problem}; return a number.")
+                shown = {key: x for key, x in problem.items() if key != "prompt_ids"}
+                error.add_note(f"{function} got {text[:200]!r} and {shown}; return a number.")
                 raise
     means = {f"reward/{getattr(function, '__name__', 'unnamed')}": mean.item()
              for (function, _), mean in zip(rewards, values.mean(dim=0))}
@@ -676,8 +681,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     ratio = torch.exp(policy_log_probs - old_log_probs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    # For the log: where the clip cuts the gradient. Another clip needs other lines here.
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)
+    too_low = (ratio < 1 - clip_low) & (advantages < 0)  # for the log, of this clip
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     metadata = {"ratio_mean": ratio, "clip_frac": too_low | too_high,
                 "clip_frac_low": too_low, "clip_frac_high": too_high}
@@ -1178,7 +1182,7 @@ def main(
     if not cfg.stop_token_ids:
         raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     if not (problems.train and problems.held_out):
-        raise InputError("too few prompts fit into the model's context; lower max_new_tokens")
+        raise InputError("too few prompts fit into the context; lower max_new_tokens or use preset")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
         # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
@@ -1448,10 +1452,10 @@ def choose(cfg):
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
-    needs_support = cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny" or not has_data
-    if needs_support and not has_support:
-        raise InputError(f"without support/ task = {cfg.task!r} must be a JSONL file, and there is "
-                         "no lora_rank, frozen_in_bf16 or built-in model; change that, or add it")
+    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
+        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
+    if not (has_support or has_data):
+        raise InputError(f"task = {cfg.task!r} is no file; give one, or add support/ with tasks")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     taken = ", ".join(f"{key} = {value!r}" for key, value in preset.items()) or "nothing taken"

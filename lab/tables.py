@@ -247,14 +247,12 @@ def smollm2_table(name, left_out):
 
 GRADIENT_ROWS = [  # shown as, estimator, gradient, placement, where to use it
     ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for each token's own KL"),
-    ("exact", "exact", "reverse", "loss", "least noise; its backward pass sums over the "
-     "vocabulary"),
+    ("exact", "exact", "reverse", "loss", "least noise; it sums over the vocabulary"),
     ("exact_forward", "exact_forward", "reverse", "loss", "another divergence, on purpose"),
     ("k1", "k1", "as_written", "loss", "never (refused)"),
     ("k2", "k2", "as_written", "loss", "the same as reverse in the first epoch"),
     ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
-    ("k1", "k1", "reverse", "loss_to_go", "the same as k1 in the reward, but later epochs use the "
-     "present policy's KL"),
+    ("k1", "k1", "reverse", "loss_to_go", "as k1 in the reward; later epochs have their own KL"),
     ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
     ("exact", "exact", "reverse", "loss_to_go", "for the KL of whole responses; least noise"),
     ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is better in the first epoch"),
@@ -271,10 +269,8 @@ TARGETS = {
 
 def gradient_cell(rows):
     """The rows of one setting in one column -> what its expected gradient is."""
-    if rows[0]["policy"] != "one step":
-        of_whole = [row for row in rows if row["target"] == "KL of whole responses"]
-    else:
-        of_whole = rows
+    of_whole = [row for row in rows if row["policy"] == "one step"
+                or row["target"] == "KL of whole responses"]
     exact = [TARGETS[row["target"]] for row in of_whole if row["claim"] == "exact"]
     if exact:
         return exact[0]

@@ -217,13 +217,12 @@ def evaluation_signs(metrics, first, samples, step, cfg):
               for name, value in metrics.items()
               if name.startswith("retention_") and value < first[name] - 0.05]
     remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
-    remedy += f", or lower learning_rate = {cfg.learning_rate:g}"
     return {sign: text for sign, wrong, text in (
         ("collapse", collapsed,
          f"solved fell from {before:.0%} to {now:.0%}: training does harm; lower learning_rate = "
          f"{cfg.learning_rate:g} first, for example to a tenth"),
         ("forgotten", fallen and not collapsed,
-         f"other skills are being forgotten ({', '.join(fallen)}); if they matter, {remedy}"),
+         f"other skills are lost ({', '.join(fallen)}): lower learning_rate, or {remedy}"),
         ("nearly", many_are_nearly,
          f"{nearly:.0%} of the rewards are from 0.5 to below 1, and only 1 or more counts as "
          "solved; if something is taken off the reward of a solution, give its parts with weights, "

@@ -31,7 +31,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     lines += [f"solved: 95 % interval {low:.1%} to {high:.1%}, of {n} held-out problems",
               f"KL(policy || {'start' if ref_model is None else 'reference'}): "
               f"{round(result['kl_per_token'], 3) + 0.0:.3f} nats per token, "  # never -0.000
-              f"{result['kl_per_sequence']:.2f} nats per response"]
+              f"{round(result['kl_per_sequence'], 2) + 0.0:.2f} nats per response"]
     if state["kl"] and cfg.use_kl_penalty and starter.rule_among(starter.COEFFICIENT_RULES, cfg):
         lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {state['kl']['beta']:.3g} now")
     log_hparams(result, run)

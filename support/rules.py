@@ -99,8 +99,8 @@ def converted(value, kind, low, high):
     works = type(value) is kind or kind is float and type(value) is int
     if kind in (int, float):
         works = works and low <= value <= high
-    words = {bool: "True or False", str: "a text", int: f"a whole number from {low} to {high:_}",
-             float: f"a number from {low} to {high:_}"}[kind]
+    words = {bool: "True or False", str: "a text", int: f"a whole number from {low:_} to {high:_}",
+             float: f"a number from {low:_} to {high:_}"}[kind]
     return words, value if works else None
 
 
@@ -171,9 +171,10 @@ def check_machine(cfg):
         (cfg.eval_file is not None and (cfg.task is None or cfg.task in starter.TASKS),
          f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a JSONL "
          "file as task, or leave eval_file out"),
-        (cfg.frozen_in_bf16 and (cfg.bf16 is False or not (cfg.use_kl_penalty or cfg.lora_rank)),
-         "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with use_kl_penalty "
-         "or lora_rank; leave it out"),
+        (cfg.frozen_in_bf16 and not cfg.bf16, "frozen_in_bf16 = True needs bf16; leave it out"),
+        (cfg.frozen_in_bf16 and not (cfg.use_kl_penalty or cfg.lora_rank),
+         "frozen_in_bf16 = True needs weights that do not learn, as with use_kl_penalty or "
+         "lora_rank; leave it out"),
         (not is_folder and not is_name,
          f"model_id = {str(model_id)!r:.200} is no folder; give one, or a Hugging Face name like "
          f"'user/model', or {starter.nearest(model_id, ['tiny'])}"),
@@ -282,6 +283,8 @@ def notes(tokenizer, problems, cfg):
     known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, None}
     unknown = [problem["prompt"] for problem in problems.train
                if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
+    characters = [x for x in sorted({*str((unknown or [""])[0])})
+                  if tokenizer.unk_token_id in tokenizer(x, add_special_tokens=False)["input_ids"]]
     return [line for applies, line in (
         (n < min(30, cfg.n_eval_problems),
          f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
@@ -290,8 +293,8 @@ def notes(tokenizer, problems, cfg):
          f"at most n_eval_problems = {n} problems of the eval_file are used"),
         (unknown,
          f"Warning: {len(unknown)} of {len(problems.train)} prompts hold characters that the "
-         f"tokenizer does not know: the model cannot see them in {(unknown or [''])[0]!r:.200}; "
-         "change the prompts, or give another model_id"),
+         f"tokenizer does not know: the model cannot see {characters} in "
+         f"{(unknown or [''])[0]!r:.200}; change the prompts, or give another model_id"),
         (cfg.warmup_steps > cfg.n_train_steps > 0,
          f"Warning: warmup_steps = {cfg.warmup_steps}, so a run of {cfg.n_train_steps} steps ends "
          "before its learning rate is reached"),

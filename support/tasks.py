@@ -224,11 +224,12 @@ def rows_of_hub(name, configuration, split):
     try:
         from datasets import load_dataset
         splits = load_dataset(name, configuration or None)
+    except ModuleNotFoundError as error:
+        raise InputError(f"data set {name!r} needs the package {error.name}; install it") from None
     except Exception as error:  # whatever the library raises over a network and others' files
         raise InputError(f"data set {name!r} cannot be loaded ({type(error).__name__}: "
-                         f"{' '.join(str(error).split())[:300]}); check the network, the name "
-                         "'user/name:configuration', and that the library datasets is installed"
-                         ) from error
+                         f"{' '.join(str(error).split())[:300]}); check the network, and the "
+                         "name 'user/name:configuration'") from error
     split = split or "train"
     others = [f"{name}:{configuration or ''}:{other}" for other in splits if other != split]
     if split not in splits:

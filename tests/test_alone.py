@@ -56,12 +56,11 @@ def test_file_alone_refuses_in_one_sentence_what_needs_support(alone):
     """Here the task of the preset; and what would fail late."""
     done = run(alone, "starter.py")
     assert done.returncode == 1
-    assert done.stderr.startswith("starter.py stopped: without support/ task = 'addition' must be "
-                                  "a JSONL file, and there is no lora_rank, frozen_in_bf16 or ")
+    assert done.stderr.startswith("starter.py stopped: task = 'addition' is no file; give one, or ")
     assert "=== Running Quick Tests ===" in done.stdout and "no longer holds" not in done.stdout
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
     for changes, message in (
-            (dict(lora_rank=8), "no lora_rank, frozen_in_bf16 or built-in model; change that"),
+            (dict(lora_rank=8), "lora_rank, frozen_in_bf16 and the built-in model need support/"),
             (dict(loss_average="drgrpo"), "loss_average = 'drgrpo' is not known; did you mean"),
             (dict(rollout_batch_size=4), "group_size = 8 must be 2 or more, and divide .* = 4;")):
         with mock.patch.object(starter, "find_support", lambda: None):

@@ -230,7 +230,7 @@ def share(*rewards):
 
 @pytest.mark.parametrize("sign, words, changes, samples, settings", [
     (None, "", dict(), share(1.0, 0.1), dict()), (None, "", dict(retention_sort=0.86), [], dict()),
-    ("forgotten", "(sort from 90% to 80%); if they matter, set use_kl_penalty = True",
+    ("forgotten", "(sort from 90% to 80%): lower learning_rate, or set use_kl_penalty",
      dict(retention_sort=0.8), share(1.0), dict()),
     ("forgotten", "raise kl_coef", dict(retention_sort=0.8), share(1.0), dict(use_kl_penalty=True)),
     # Of a run that collapses the learning rate is named, not the KL penalty.

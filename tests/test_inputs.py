@@ -84,7 +84,7 @@ BAD = [
     (dict(kl_coef=0.1), f"kl_coef = 0.1 {NOTHING}use_kl_penalty = True"),
     (dict(beta_min=0.1), f"beta_min = 0.1 {NOTHING}use_kl_penalty = True"),
     (with_kl(kl_target=0.2), f"kl_target = 0.2 {NOTHING}a kl_adaptation_method that reads it"),
-    (dict(frozen_in_bf16=True), "frozen_in_bf16 = True needs bf16, and weights that do not learn"),
+    (dict(frozen_in_bf16=True), "frozen_in_bf16 = True needs weights that do not"),
 ]
 for package, changes in (("vllm", dict(engine="vllm")), ("peft", dict(lora_rank=8))):
     if importlib.util.find_spec(package) is None:
