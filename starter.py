@@ -1182,7 +1182,7 @@ def main(
     if not cfg.stop_token_ids:
         raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     if not (problems.train and problems.held_out):
-        raise InputError("too few prompts fit into the context; lower max_new_tokens or use preset")
+        raise InputError("too few prompts fit into the context; lower max_new_tokens or set preset")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
         # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
