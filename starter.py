@@ -325,6 +325,7 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
         n=group_size, temperature=temperature, logprobs=0, max_tokens=cfg.max_new_tokens,
         stop_token_ids=list(cfg.stop_token_ids), detokenize=False, ignore_eos=True,
         seed=seed + i * group_size) for i in range(len(prompts))]
+    llm.reset_prefix_cache()  # a resumed run then repeats the same bits
     requests = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [Response(ids, list(out.token_ids),
                      [at[token].logprob for token, at in zip(out.token_ids, out.logprobs)],
@@ -719,7 +720,6 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     # there to the weights, which is the slow part.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
-    # Where no exact KL is penalised it is logged.
     vocab_kl = getattr(statistics, EXACT.get(cfg.kl_estimator, "exact_kl"))
     ref_log_probs = None if ref_model is None else statistics.ref_log_probs
     old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
