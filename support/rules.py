@@ -193,7 +193,8 @@ def note_on_rate(run):
     """Says that the learning rate is the preset's where the model is another one."""
     of_preset = next((preset["model_id"] for preset in starter.PRESETS.values()
                       if preset["learning_rate"] == run.cfg.learning_rate), None)
-    if run.settings["learning_rate"] is None and run.settings["model_id"] not in (None, of_preset):
+    is_given = run.settings["learning_rate"] is not None or run.cfg.lora_rank  # it has its own note
+    if not is_given and run.settings["model_id"] not in (None, of_preset):
         print(f"learning_rate = {run.cfg.learning_rate:g} is that of the preset, for {of_preset}; "
               "SmolLM2-135M learnt with 2e-5, the built-in model with 3e-4")
 
