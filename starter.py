@@ -16,7 +16,7 @@ shift in make_batch, the order of weights_of_tokens and cut_microbatches in trai
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-the KL term's value is k3, but its gradient is not k3's own: it is that of KL(policy || reference).
+the KL term's value is k3, but its gradient at each token is that of KL(policy || reference).
 
 The folder support/ is optional: it makes the same computation faster, adds LoRA and several
 processes, and watches over a run. What you change here is what runs.
@@ -69,7 +69,7 @@ class RunStopped(RuntimeError):
 
 
 def nearest(value, options):
-    """Returns a remedy: options with that part, those initials or a near spelling, or all."""
+    """Returns a remedy: options with this part ("eps") or these initials, or one spelt alike."""
     value = str(value).lower()
     parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
     near = parts[:3] or difflib.get_close_matches(value, options, n=1, cutoff=0.7)
@@ -83,12 +83,12 @@ def check_known(name, value, options):
         raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
 
 
-MECHANICS = {}  # by name: functions of support/ that run in the place of those marked @mechanics
+MECHANICS = {}  # name of a function with the mark @mechanics -> what support/ runs in its place
 
 
 def mechanics(function):
-    """Marks a function in whose place support/ may put another: a faster one with the same results,
-    unless you have edited this one, or one that calls this one, as with several processes."""
+    """Marks a function that support/ may replace: by a faster one with the same results, unless you
+    have edited this one; or by one that calls this one, as for several processes and LoRA."""
     @functools.wraps(function)
     def call(*args, **settings):
         return MECHANICS.get(function.__name__, function)(*args, **settings)
@@ -103,7 +103,7 @@ def find_support():
         return None
     sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
     sys.path[:0] = [] if str(here) in sys.path else [str(here)]
-    from support import attach
+    from support import attach  # support.check_settings and so on are its functions
     return attach
 
 
@@ -129,9 +129,9 @@ def read_problems(source):
             if "last_number" in row:
                 raise ValueError("last_number needs support/")
             problems.append(row | {"prompt": row["prompt"], "answer": str(row["answer"]).strip()})
-    except UnicodeDecodeError:
-        raise InputError(f"{source} is not UTF-8; save it in that encoding") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} cannot be read ({error}); give a file in UTF-8") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{source} line {len(problems) + 1} is not a JSON object with 'prompt' "
                          f"and 'answer' ({error!r:.150}); mend that line") from None
     return problems
@@ -152,7 +152,7 @@ TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
 class Problems(NamedTuple):
     train: list
     held_out: list
-    skills: list  # problems of other skills, named by "skill", which may be forgotten
+    skills: list  # of other skills, to see what is forgotten; "skill" is the name of each one's
 
 
 def load_problems(cfg):
@@ -168,8 +168,8 @@ def load_problems(cfg):
 
 
 def problems_of_step(problems, step, n, seed):
-    """Returns the n problems of this step (from 0). Each pass over the list has an order of its
-    own. The result depends only on step and seed: a resumed run sees the same problems."""
+    """Returns the n problems of this step (from 0). Each pass over the list is in another random
+    order. They depend on step and seed alone, so that a resumed run sees the same ones."""
     first_pass, start = divmod(step * n, len(problems))
     passes = (random.Random(f"{seed} {number}").sample(problems, len(problems))
               for number in itertools.count(first_pass))
@@ -181,8 +181,8 @@ def problems_of_step(problems, step, n, seed):
 
 class Float32Head(torch.nn.Linear):
     """An LM head whose logits are float32 under autocast, too: bf16 would round them by up to 0.06.
-    Where vLLM samples in bf16 it rounds inputs and weights, but not the sums, and so does this."""
-    rounds = False  # set by choose()
+    vLLM in bf16 rounds inputs and weights of its head, but not the sums; beside it so does this."""
+    rounds = False  # choose() sets it: True where vLLM samples in bf16
 
     def forward(self, hidden):
         dtype, weight = self.weight.dtype, self.weight
@@ -257,8 +257,8 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 
 @mechanics
 def weights_of(policy):
-    """Yields (name, tensor) of the parameters and persistent buffers, as save_pretrained takes
-    them. support/ merges LoRA's adapters, and joins the parts of several processes."""
+    """Yields (name, tensor) of the parameters and persistent buffers, by the names of state_dict().
+    support/ merges LoRA's adapters, and joins the parts of several processes."""
     yield from policy.state_dict().items()
 
 
@@ -334,15 +334,15 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
 
 
 def scale_logits(logits, temperature):
-    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. An
-    edit, such as logits.index_fill(1, tokens, -math.inf), acts on both, except on vLLM's draws."""
+    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
+    forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature in (0, 1) else logits / temperature  # 0: greedy, scored at 1
 
 
 @mechanics
 def draw_from(probs, uniform):
-    """(B, V) probabilities, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, by the quantile."""
+    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens."""
     cumulative = probs.cumsum(dim=1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -357,8 +357,8 @@ def draw_tokens(logits, uniform, temperature):
 
 @mechanics
 def rows_to_decode(prompts, max_new_tokens):
-    """Prompts -> lists of the indices of those that are decoded together. They have equal lengths:
-    recurrent and sliding-window layers would read padding before the response as text."""
+    """Prompts -> lists of the indices of those that are decoded together. These have one length:
+    recurrent and sliding-window layers would read padding in front of the response as text."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
         rows, n = list(rows), max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
@@ -367,8 +367,8 @@ def rows_to_decode(prompts, max_new_tokens):
 
 @mechanics
 def decode(policy, prompts, cfg):
-    """B prompts -> a generator. send(None) gives (B, V) logits of the first tokens; send(tokens),
-    with the (B, 1) tokens drawn from them, gives those of the next ones."""
+    """B prompts -> a generator, used by its send(). send(None) gives (B, V) logits of the first
+    tokens; send(tokens), with the (B, 1) tokens drawn from them, gives those of the next ones."""
     new_ids = torch.tensor(prompts, device=policy.device)
     accepted = inspect.signature(policy.forward).parameters
     inputs = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
@@ -516,8 +516,8 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    # Equal groups get exactly 0, since their mean can be off by a bit. For a baseline across groups
-    # delete this line, and divide by rewards.std(): the std of an equal group is 0.
+    # The mean of an equal group can be off by a bit; here it gets exactly 0. For a baseline across
+    # groups delete this line, and divide by rewards.std(), since the std of an equal group is 0.
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
@@ -540,17 +540,17 @@ def make_batch(responses, advantages, device):
 
     The mask comes from lengths and not from ids: the stop token may well be the padding token.
     """
-    rows = {"input_ids": [], "labels": [], "response_mask": [], "rollout_log_probs": []}
+    columns = {"input_ids": [], "labels": [], "response_mask": [], "rollout_log_probs": []}
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in responses) - 1
     for r in responses:
         ids = [*r.prompt_ids, *r.response_ids]
         before, after = len(r.prompt_ids) - 1, width + 1 - len(ids)
-        rows["input_ids"].append(ids[:-1] + ids[:1] * after)  # some models blow up at padding's id
-        rows["labels"].append(ids[1:] + [0] * after)
-        rows["response_mask"].append(
+        columns["input_ids"].append(ids[:-1] + ids[:1] * after)  # some break at padding's own id
+        columns["labels"].append(ids[1:] + [0] * after)
+        columns["response_mask"].append(
             [False] * before + [True] * len(r.response_ids) + [False] * after)
-        rows["rollout_log_probs"].append([0.0] * before + [*r.log_probs] + [0.0] * after)
-    batch = {name: torch.tensor(values, device=device) for name, values in rows.items()}
+        columns["rollout_log_probs"].append([0.0] * before + [*r.log_probs] + [0.0] * after)
+    batch = {name: torch.tensor(values, device=device) for name, values in columns.items()}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     elif advantages.shape[1] > 1:  # the n-th token of a response gets column n
@@ -571,11 +571,11 @@ AVERAGES = {
 
 
 def weights_of_tokens(batch, responses, cfg, has_reference):
-    """Returns the weight of each token in the loss of the step, and in the means that are logged:
-    without a KL term these leave out rows with advantage 0, which teach nothing, unless all do."""
+    """Returns "weights", of each token in the loss, and "mean_weights", in the means for the log:
+    these leave out rows that support/ skips (no advantage and no KL term), unless all are such."""
     mask = in_loss = batch["response_mask"]
     if cfg.mask_truncated:
-        in_loss = mask & torch.tensor([[r.finished] for r in responses]).to(mask.device)
+        in_loss = mask & torch.tensor([[r.finished] for r in responses], device=mask.device)
     teaches = (batch["advantages"] * mask).any(dim=1, keepdim=True)
     in_means = (mask & (teaches | has_reference | ~teaches.any())).float()
     return {"weights": AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens),
@@ -616,8 +616,8 @@ class TokenStatistics(NamedTuple):
 def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     """(N, V) logits of the policy and, with a reference, of the reference, (N,) labels ->
     TokenStatistics of (N,) tensors. All that the loss knows of the logits is computed here. A token
-    that is forbidden (logit -inf) counts as 0 in the sums and in their gradients; one that only the
-    reference forbids makes the KL infinite."""
+    that is forbidden (logit -inf) adds 0 to the sums and to their gradients; one that the reference
+    alone forbids makes exact_kl infinite."""
     labels = labels[:, None]
     log_p = scale_logits(logits, temperature).log_softmax(dim=1)
     log_probs = log_p.gather(1, labels)[:, 0]
@@ -644,10 +644,9 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
 
     with torch.no_grad():
         ref_logits = None if ref_model is None else logits_of(ref_model)
-    statistics = statistics_of_logits(logits_of(model), rows["labels"][mask], temperature,
-                                      ref_logits)
-    zeros = statistics.log_probs.new_zeros(mask.shape)
-    return TokenStatistics(*(zeros.masked_scatter(mask, values) for values in statistics))
+    stats = statistics_of_logits(logits_of(model), rows["labels"][mask], temperature, ref_logits)
+    zeros = stats.log_probs.new_zeros(mask.shape)
+    return TokenStatistics(*(zeros.masked_scatter(mask, values) for values in stats))
 
 
 def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0,
@@ -671,7 +670,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                  kl_coef=0.0, mask=None, kl_settings=None, vocab_kl=None, sampler_log_probs=None):
     """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
     (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    (low, high), DAPO's "clip-higher". A mean taken here is over the rows of one microbatch only."""
+    (low, high), DAPO's "clip-higher". Take no mean here: it would be over one microbatch alone."""
     kl_settings = kl_settings or KLSettings()
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
@@ -694,8 +693,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         metadata |= of_kl
         if kl_coef and kl_settings.kl_in != "reward":
             loss = loss + kl_coef * penalty
-    return loss, {name: masked_mean(x.detach().to(loss.dtype), mask)
-                  for name, x in metadata.items()}
+    return loss, {key: masked_mean(x.detach().to(loss.dtype), mask) for key, x in metadata.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -716,8 +714,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     Returns its part of the step's loss, and metadata: means over its tokens."""
     mask = rows["response_mask"]
     attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Backward in two parts: from the loss to these copies, then, where that gradient is not 0, from
-    # there to the weights, which is the slow part.
+    # Two backward passes: from the loss to these copies, then from them to the weights. The second
+    # is the slow one, and left out where all slopes are 0.
     statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
     log_probs = statistics.log_probs
     vocab_kl = getattr(statistics, EXACT.get(cfg.kl_estimator, "exact_kl"))
@@ -734,14 +732,14 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     if cfg.importance_cap is not None:
         sampler_log_probs = rows["rollout_log_probs"]
         advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
-    loss, metadata = compute_loss(advantages, log_probs, old_log_probs, cfg.clip_range,
-                                  ref_log_probs, kl_coef, mask, cfg, vocab_kl,
-                                  sampler_log_probs)
+    loss, metadata = compute_loss(
+        advantages, log_probs, old_log_probs, cfg.clip_range, ref_log_probs, kl_coef, mask,
+        kl_settings=cfg, vocab_kl=vocab_kl, sampler_log_probs=sampler_log_probs)
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
     loss.backward()
     slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
     if have_slope(slopes):
-        torch.autograd.backward(*zip(*slopes))
+        torch.autograd.backward(*zip(*slopes))  # (the statistics, their slopes)
     seen = {"entropy": statistics.entropy, "sampler_logprob_diff": sampler_error.abs()}
     if ref_model is not None:  # both divergences, whichever is penalised
         seen |= {"kl_per_token": statistics.exact_kl, "kl_forward": statistics.forward_kl}
@@ -752,10 +750,10 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 @mechanics
 def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
     """Adds up the gradients of a step. Returns its loss, and means over its tokens."""
-    sums = Counter()  # its update adds
+    sums = Counter()  # Counter.update adds up
     for rows in microbatches:
         loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
-        share = (rows["mean_weights"] * rows["response_mask"]).sum()
+        share = rows["mean_weights"].sum()
         sums.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
     return {name: value.item() for name, value in sums.items()}
 
@@ -776,9 +774,9 @@ ESTIMATORS = {
 # Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
 EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
 
-# A rule: kl (B, T), lengths (B, 1) in tokens, cfg -> (B, T), penalised instead of kl; its slope
-# scales the gradient. support/adaptive_rules.py adds rules of both kinds.
-TERM_RULES = {"clip_sound": lambda kl, lengths, cfg: kl}  # kl_penalty cuts d instead
+# A term rule: (kl (B, T), lengths (B, 1) in tokens, cfg) -> (B, T), penalised instead of kl; its
+# slope scales the gradient. support/ adds rules of both kinds; "_sound" marks a repaired one.
+TERM_RULES = {"clip_sound": lambda kl, lengths, cfg: kl}  # unchanged: log_ratio_cap cuts d
 
 
 def target_sound_rule(c, cfg, kl, reward):
@@ -805,9 +803,11 @@ class KLSettings(SimpleNamespace):
 
 def check_kl_names(cfg):
     """Raises InputError for a value that is not known: it would act like the default."""
-    check_known("kl_estimator", cfg.kl_estimator, [*ESTIMATORS, *EXACT])
-    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
     check_known("kl_in", cfg.kl_in, ["loss", "loss_to_go", "reward"])
+    in_reward = cfg.kl_in == "reward"
+    check_known("kl_estimator" + " (in the reward)" * in_reward, cfg.kl_estimator,
+                ESTIMATORS if in_reward else ESTIMATORS | EXACT)
+    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
     rules = cfg.kl_adaptation_method.split("+")
     for rule in rules:
         check_known("kl_adaptation_method", rule, ["none", *TERM_RULES, *COEFFICIENT_RULES])
@@ -842,7 +842,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 
 def with_gradient_of(value, surrogate):
     """Returns the value, to whose gradient, if it has one, that of the surrogate is added."""
-    return value + surrogate - surrogate.detach()
+    return value + (surrogate - surrogate.detach())
 
 
 def sum_to_go(kl, mask):
@@ -870,8 +870,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
         kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
     adapted = penalty = adapted_kl(kl, mask, cfg)
     if cfg.kl_in == "loss_to_go":
-        # Token t also pays for KL_t+1 + KL_t+2 + ..., by that times w * grad log pi_t: on-policy
-        # this is the gradient of whole responses' KL, and "exact" has the least noise.
+        # Token t also pays for the later KL, to which it leads: by later * w * grad log pi_t. This
+        # is, on-policy, the gradient of whole responses' KL; "exact" has the least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
     # The rest is for the log. What is estimated counts each sampled token w times.
@@ -889,12 +889,12 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
 def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, cfg):
     """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages: token t pays
     kl_coef * (KL_t + KL_t+1 + ...). With k1, and where the loss divides by a constant, this is the
-    gradient of the response's KL. With a term rule each token pays for all, as it was published."""
+    gradient of the response's KL. With a published term rule each token pays for all."""
     cap = log_ratio_cap(cfg)
     d = (log_probs - ref_log_probs).detach().clamp(-cap, cap)
-    penalty = compute_kl_divergence(d, torch.zeros_like(d), cfg.kl_estimator)
-    to_go = sum_to_go(adapted_kl(penalty, mask, cfg), mask)
-    return advantages - kl_coef * (to_go[:, :1] if rule_among(TERM_RULES, cfg) else to_go)
+    to_go = sum_to_go(adapted_kl(ESTIMATORS[cfg.kl_estimator](d), mask, cfg), mask)
+    pays_for_later = rule_among(TERM_RULES, cfg) in (None, "clip_sound")
+    return advantages - kl_coef * (to_go if pays_for_later else to_go[:, :1])
 
 
 class KLController:
@@ -904,6 +904,8 @@ class KLController:
         self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
         self.state = {"beta": kl_coef, "step": 0, "kl": None, "reward": None} | (state or {})
+        self.rule = rule_among(COEFFICIENT_RULES, settings)
+        self.state["beta"] = self.state["beta"] if self.rule else kl_coef  # that of a resumed run
 
     @property
     def beta(self):
@@ -917,9 +919,8 @@ class KLController:
         for name, value in (("kl", kl), ("reward", reward)):
             average = self.state[name]
             self.state[name] = value if average is None else 0.8 * average + 0.2 * value
-        rule = rule_among(COEFFICIENT_RULES, self.settings)
-        if rule is not None:
-            self.state["beta"] = COEFFICIENT_RULES[rule](self, self.settings, kl, reward)
+        if self.rule:
+            self.state["beta"] = COEFFICIENT_RULES[self.rule](self, self.settings, kl, reward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -978,20 +979,20 @@ def log_eval(run, step, metrics):
 
 def check_log_probs(means, step, cfg, first_diff):
     """Raises RunStopped where the sampler's log-probs differ from the trainer's by much more than
-    in step 1 (stale weights), and where in step 1 the reference is not the policy."""
+    in step 1 (stale weights) or by 1 nat, and where in step 1 the reference is not the policy."""
     diff, limit = means["sampler_logprob_diff"], cfg.max_sampler_diff
     if limit == "auto":  # bf16 engines round by 0.01 to 0.1, GPUs multiply in TF32 in places
         rounding = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
         limit = 0.1 if cfg.bf16 and step == 1 else rounding + 4 * (first_diff or 0.0)
     text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
     if limit is not None and not diff <= limit:
-        if step > 1 or cfg.engine == "vllm":
+        if step > 1 or cfg.engine == "vllm" or not diff < 1:
             raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights "
                              "(load_policy_into_vllm_instance) or draws otherwise; if on purpose, "
                              "set max_sampler_diff = None and see recipes/off_policy.patch")
-        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree; from now"
-              " on max_sampler_diff = 'auto' allows four times that")
-    moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # root mean square of the log-ratio
+        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree; later "
+              "steps may differ by four times that if max_sampler_diff is 'auto'")
+    moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # k2 is d^2 / 2: the root mean square of d
     if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
         raise RunStopped(f"policy and reference differ by {moved:.2g} nats before training; if on "
                          "purpose, delete this check")
@@ -1011,6 +1012,8 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
     state = run.state
     controller = KLController(kl_coef, cfg, state["kl"])
     state["before"] = state["before"] or evaluate_at(state["step"])
+    if run.stop:  # Ctrl-C in this evaluation: there is nothing to keep yet
+        raise KeyboardInterrupt
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
         # 1. Sample a group of responses to each prompt with the current policy.
@@ -1021,7 +1024,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
         rollout_seconds = time.perf_counter() - start
 
-        # 2. Score them. By these advantages only differences within a group matter.
+        # 2. Score them. The advantages compare the responses of one group alone.
         texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
@@ -1040,12 +1043,12 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             means = accumulate_gradients(policy, microbatches, cfg, ref_model, beta)
             if epoch == 0:
                 check_log_probs(means, step, cfg, state["first_diff"])
-            for parameter in policy.parameters():  # AdamW would skip it: no momentum, no decay
+            for parameter in policy.parameters():  # 0, not None: else no momentum and no decay
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             means["grad_norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
-            sums.update(means)
+            sums.update(means)  # of a Counter: it adds
             if not (math.isfinite(means["loss"]) and math.isfinite(means["grad_norm"])):
                 optimizer.zero_grad()
                 state["skipped"] = [*state["skipped"], step]
@@ -1069,7 +1072,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             metrics["kl_penalty"] = metrics["adaptive_kl/raw_kl"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
-        state |= {"step": step, "kl": controller.state,
+        state |= {"step": step, "kl": controller.state,  # in place: run.save() writes this dict
                   "seconds": state["seconds"] + seconds,
                   "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
         log_train(run, step, metrics)
@@ -1088,7 +1091,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # 14. The numbers.
 
 # A preset fills the parameters of main() that are None. preset="auto" is "qwen3-1.7b" on a GPU or
-# with a model_id of yours; otherwise "tiny", or without support/ "smollm2" on a task of yours.
+# with a model_id of yours; otherwise "tiny", or without support/ "smollm2".
 PRESETS = {
     "tiny": dict(  # the built-in model
         model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
@@ -1104,7 +1107,7 @@ PRESETS = {
 
 
 def main(
-    # Model and data. None: the preset's value, if it has one. A value written here wins over it.
+    # Model and data. None takes the preset's value, if it has one; any other value wins over it.
     preset="auto",  # a name in PRESETS; the log prints what it sets
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
@@ -1136,15 +1139,15 @@ def main(
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
-    kl_estimator="k3",  # what is measured: "k1", "k2", "k3", or over the vocabulary one of EXACT
+    kl_estimator="k3",  # the value; "k1", "k2", "k3" have the same gradient; or one of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
-    kl_ratio_cap=2.0,  # of pi / sampler as a factor of the KL's gradient; inf: exact, but unbounded
-    kl_clip_threshold=None,  # nats; None: 1.0 for clip, 5.0 for clip_sound
+    kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
+    kl_clip_threshold=None,  # nats, of clip (support/, None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token; the next four are of rules in support/adaptive_rules.py
     dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
-    reproduce_paper=False,  # True: take a KL term known not to work, which support/ else refuses
+    reproduce_paper=False,  # True: run KL terms that support/ refuses since they do not work
 
     # Optimiser (AdamW on float32 weights)
     learning_rate=None, warmup_steps=None, weight_decay=0.0, max_grad_norm=1.0,
@@ -1168,7 +1171,7 @@ def main(
     support = find_support()
     if support:  # support/, 1 of 4: kind and range of each setting
         support.check_settings(cfg)
-    print(*choose(cfg), sep="\n")
+    print(choose(cfg))
     run = Run(cfg)
     if support:  # support/, 2 of 4: the lock of a run, memory, other processes, the built-in model
         support.check(run)
@@ -1184,7 +1187,7 @@ def main(
     if not (problems.train and problems.held_out):
         raise InputError("too few prompts fit into the context; lower max_new_tokens or set preset")
     ref_model = None
-    if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA: the policy without its adapters
+    if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
@@ -1226,7 +1229,7 @@ def main(
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
     result = {"before": run.state["before"], "run_folder": run.folder,
-              "after": run.state["after"] or run.state["before"]}  # of 0 steps
+              "after": run.state["after"] or run.state["before"]}  # None after 0 steps
     if watch is not None:  # before and after, the KL by position and token, pictures
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
     run.log("close")
@@ -1243,15 +1246,15 @@ def main(
 
 def cfg_with(**changes):
     """The settings of a run with main()'s defaults and these changes, for tests."""
-    parameters = {name: x.default for name, x in inspect.signature(main).parameters.items()}
-    fixed = dict(preset="smollm2", task=len, device="cpu", bf16=False, stop_token_ids=(1,))
-    cfg = SimpleNamespace(**parameters | fixed | changes)
+    fixed = dict(preset="smollm2", max_new_tokens=None, device="cpu", bf16=False,
+                 stop_token_ids=(1,), task=len)  # any function: no problem is loaded
+    cfg = KLSettings(**fixed | changes)
     choose(cfg)
     return cfg
 
 
 def expected_kl_gradient(logits, ref_logits, old_logits, kl):
-    """The expected gradient of the KL term. Row i: token i was sampled, by the old policy."""
+    """The expected gradient of the KL term. Row i: token i, with the old policy's probability."""
     n = len(logits)
     logits = logits.clone().requires_grad_()
     old_log_probs = old_logits.log_softmax(0)[None]
@@ -1428,18 +1431,17 @@ class Run:
 
 
 def choose(cfg):
-    """Puts values into what is None or "auto" in cfg. Returns lines for the log."""
+    """Puts values into what is None or "auto" in cfg. Returns two lines for the log."""
     has_support = find_support() is not None
     auto_device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(auto_device if cfg.device == "auto" else cfg.device)
-    if cfg.device.index is not None:
-        torch.cuda.set_device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
+    if on_gpu and cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)
     name = cfg.preset if cfg.preset != "auto" else (
         "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2")
     check_known("preset", name, ["auto", *PRESETS])
     preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
-    given = ", ".join(key for key in PRESETS[name] if key not in preset)
     vars(cfg).update(preset)
     if cfg.bf16 == "auto":
         cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
@@ -1448,20 +1450,18 @@ def choose(cfg):
     Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
     check_kl_names(cfg)
     check_known("loss_average", cfg.loss_average, AVERAGES)
-    has_data = callable(cfg.task) or str(cfg.task) in TASKS or os.path.isfile(str(cfg.task))
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
                          f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
     if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
         raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
-    if not (has_support or has_data):
+    if not (has_support or callable(cfg.task) or cfg.task in TASKS or Path(cfg.task).is_file()):
         raise InputError(f"task = {cfg.task!r} is no file; give one, or add support/ with tasks")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     taken = ", ".join(f"{key} = {value!r}" for key, value in preset.items()) or "nothing taken"
-    return [f"preset {name}: {taken}"
-            + (f" | given instead: {given}" if given else ""),
-            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}"]
+    return (f"preset {name}: {taken}\n"
+            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}")
 
 
 def value_of(text):

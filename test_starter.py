@@ -32,7 +32,6 @@ FIND_SUPPORT = starter.find_support
 checkpoint = conftest.checkpoint  # a fixture
 
 
-# --------------------------------------------------------------------------------------------------
 # Fixtures and oracles
 
 @pytest.fixture(autouse=True)
@@ -101,7 +100,6 @@ def gradient_of(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-# --------------------------------------------------------------------------------------------------
 # The quick tests
 
 QUICK_TESTS = {name: test for name, test in vars(starter).items()
@@ -123,7 +121,6 @@ def test_quick_tests_print_one_line_each_and_go_on_after_a_failure(capsys, monke
         *(f"ok: {title}" for title in [*others, "below"])]
 
 
-# --------------------------------------------------------------------------------------------------
 # Rollout
 
 def sample(policy, prompts=PROMPTS, group_size=4, temperature=1.0, seed=7, max_new_tokens=20,
@@ -252,7 +249,6 @@ def test_draw_tokens_inverts_the_cumulative_distribution(vocabulary):
         assert (log_probs > -100).all()
 
 
-# --------------------------------------------------------------------------------------------------
 # Advantages and loss, against loops in float64
 
 TARGET = 0.3  # nats, of the sigmoid rules below
@@ -320,8 +316,8 @@ def loss_by_loops(batch, s):
 
             # The PPO term
             advantage = batch["advantages"][b]
-            if s.placement == "reward":  # with a rule, a token pays for the whole response
-                paid_for = [u for u in places if u >= t or s.rule != "none"]
+            if s.placement == "reward":  # with a published rule, it pays for the whole response
+                paid_for = [u for u in places if u >= t or s.rule not in ("none", "clip_sound")]
                 advantage -= s.kl_coef * sum(
                     value_and_slope(batch["rollout"][b][u], u, always_cut=True)[0]
                     for u in paid_for)
@@ -473,7 +469,6 @@ def test_metadata_of_the_loss_are_means_over_response_tokens():
             assert found["adaptive_kl/adapted_kl"] == pytest.approx(found["kl_penalty_mean"])
 
 
-# --------------------------------------------------------------------------------------------------
 # KL. Its gradients are enumerated in lab/verify_kl.py, which tests/test_lab.py runs.
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -519,13 +514,19 @@ def test_ratio_in_the_kl_gradient_is_cut_at_two_by_default():
     torch.testing.assert_close(policy.grad, torch.tensor([[1.5, 2.0]]))  # ratio * d, and d = 1
 
 
+def test_value_of_the_kl_term_is_that_of_the_estimator_bit_for_bit():
+    policy = torch.tensor([[-7.3, -9.1]], requires_grad=True)
+    ref = policy.detach() - torch.tensor([1e-2, 1e-4])
+    kl, _ = starter.kl_penalty(policy, ref, policy.detach(), ref < 0, cfg_with())
+    assert torch.equal(kl, starter.compute_kl_divergence(policy, ref, "k3"))
+
+
 def test_kl_estimator_exact_without_the_exact_kl_is_refused():
     with pytest.raises(InputError, match="of two log-probs. = 'exact' is not known"):
         starter.compute_loss(torch.zeros(1, 1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2,
                              torch.zeros(1, 2), 0.1, kl_settings=KLSettings(kl_estimator="exact"))
 
 
-# --------------------------------------------------------------------------------------------------
 # Microbatches
 
 def test_advantages_and_their_statistics_match_hand_computed_values():
@@ -599,7 +600,6 @@ def test_microbatches_hold_every_row_once_within_the_budget():
     assert len(microbatches) == 1
 
 
-# --------------------------------------------------------------------------------------------------
 # Log-probs
 
 def test_log_probs_are_of_all_labels_without_a_mask_and_0_with_an_empty_one(policy, path):
@@ -689,7 +689,6 @@ def test_forbidden_token_acts_like_a_vocabulary_without_it(forbidden_in_both):
     assert of_reference.exact_kl.isinf().all() and of_reference.forward_kl.isfinite().all()
 
 
-# --------------------------------------------------------------------------------------------------
 # Update
 
 @pytest.mark.parametrize("temperature, estimator, placement, cap, checkpointing", [
@@ -800,8 +799,8 @@ def test_microbatch_without_a_slope_costs_no_backward_pass(path):
         return any(p.grad is not None and p.grad.any() for p in policy.parameters())
 
     def hinge_at(threshold):
-        def compute_loss(advantages, log_probs, *others):
-            loss, metadata = real(advantages, log_probs, *others)
+        def compute_loss(advantages, log_probs, *others, **named):
+            loss, metadata = real(advantages, log_probs, *others, **named)
             return loss + (threshold - log_probs).relu(), metadata
         return compute_loss
 
@@ -858,7 +857,6 @@ def test_kl_coef_zero_is_plain_grpo_bit_for_bit(path, kl):
     assert torch.equal(*gradients)
 
 
-# --------------------------------------------------------------------------------------------------
 # Checks of log-probs while training
 
 def check(step=5, diff=0.0, first_diff=None, kl_k2=0.0, **changes):
@@ -904,7 +902,6 @@ def test_check_log_probs_stops_a_run_whose_reference_is_not_the_policy_at_first(
         check(step=1, kl_k2=math.nan)
 
 
-# --------------------------------------------------------------------------------------------------
 # Evaluation
 
 def test_evaluation_matches_hand_computed_values(monkeypatch):
@@ -967,7 +964,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(monkeypatch):
     assert found == pytest.approx(by_hand)
 
 
-# --------------------------------------------------------------------------------------------------
 # Whole runs
 
 def train(checkpoint, folder, **changes):

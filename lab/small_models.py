@@ -12,7 +12,6 @@ from transformers.models.auto.modeling_auto import (
 VOCABULARY = 61
 WINDOW = 5  # tokens that a sliding window sees; prompts are longer
 
-# --------------------------------------------------------------------------------------------------
 # 1. Rows.  Name -> model type and what its configuration changes.
 
 # Given to every configuration that knows the name.
@@ -160,7 +159,6 @@ def small_config(config_class, changes):
     return config_class(**values | changes)
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Models.  A name -> a small model with random weights.
 
 @torch.no_grad()

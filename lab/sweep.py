@@ -27,7 +27,6 @@ from pathlib import Path
 
 from lab.rows import REPOSITORY, append_rows, peak_gb, read_csv, run_python, where
 
-# --------------------------------------------------------------------------------------------------
 # 1. Sweeps.  Name -> settings that differ from main()'s defaults. preset is "tiny" unless named.
 
 ON = dict(use_kl_penalty=True)
@@ -94,7 +93,6 @@ def key_of(settings):
     return json.dumps(settings, sort_keys=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. One run, in this process.  Settings, seed -> its row.
 
 CURVES = {"reward": "train/reward_mean", "kl": "train/kl_per_token",
@@ -187,7 +185,6 @@ def read_log(folder):
     return row
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. All runs.
 
 def copy_with(recipe, folder):

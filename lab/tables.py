@@ -55,7 +55,6 @@ def newest(name, *columns):
     return [rows[-1] for rows in grouped(read_csv(name), *columns).values()]
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Of lab.sweep: runs of main().
 
 def runs_of(name, grid):
@@ -242,7 +241,6 @@ def smollm2_table(name, left_out):
     return table(["what learns", "KL", "kl_coef", "seeds", *titles], lines)
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Of lab.verify_kl: what is enumerated.
 
 GRADIENT_ROWS = [  # shown as, estimator, gradient, placement, where to use it
@@ -337,7 +335,6 @@ def length_table():
     return table(["KL in", "kl_coef", *columns], lines)
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. Of lab.architectures, lab.crash_test and lab.bench.
 
 def architecture_table():
@@ -400,7 +397,6 @@ def mutant_table():
     return table(["section", "mutants", "seen", "not seen"], lines)
 
 
-# --------------------------------------------------------------------------------------------------
 # 4. The pages.
 
 RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",

@@ -44,7 +44,6 @@ def holds(value, bar):
             "=": abs(value - float(number)) < 2e-4}[sign]
 
 
-# --------------------------------------------------------------------------------------------------
 # 1. Enumeration.  Vocabulary, length -> every response.
 #
 # A policy is a (V, H) weight. Its logits in a state are features @ weight.T.
@@ -186,7 +185,6 @@ def cosine(a, b):
     return torch.cosine_similarity(a.flatten(), b.flatten(), 0).item()
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Truth table.  Estimator x gradient x placement x who sampled -> error against what is claimed.
 
 class Case(NamedTuple):
@@ -333,7 +331,6 @@ def mistake_rows(n_policies=10):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. Bias and variance of the gradient that one response gives.
 
 GRADIENTS = {
@@ -386,7 +383,6 @@ def variance_rows(n_policies=3):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
 # 4. Explosion.  A low-rank policy in float32, sampled, several updates per rollout -> the largest
 #    gradient norm.
 
@@ -482,7 +478,6 @@ def explosion_rows(n_seeds=5):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
 # 5. Length.  One rare answer token, then filler or stop; the expected gradient over all lengths ->
 #    which KL term makes responses longer.
 
@@ -552,7 +547,6 @@ def length_rows():
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
 # 6. The program.
 
 EXPERIMENTS = {"gradients": gradient_rows, "mistakes": mistake_rows, "variance": variance_rows,

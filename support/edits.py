@@ -10,16 +10,16 @@ import textwrap
 import starter
 
 SHIPPED = {
-    "read_problems": "8cd97a8e3257",
+    "read_problems": "4715d169d909",
     "draw_from": "3ae328c5981b",
     "rows_to_decode": "6c71fb1a988c",
     "decode": "4c653da025a2",
     "init_vllm": "de3aed80afdb",
     "load_weights_in_worker": "fc68248dad9b",
-    "token_statistics": "afbcd70ad311",
-    "compute_loss": "a5f0be4909b9",
-    "grpo_microbatch_step": "621a2a0008ce",
-    "accumulate_gradients": "881b69eb9943",
+    "token_statistics": "0067964447ce",
+    "compute_loss": "37e1173be495",
+    "grpo_microbatch_step": "db655dc73331",
+    "accumulate_gradients": "69cb301763ad",
 }
 
 LOSS = ("compute_loss", "grpo_microbatch_step", "accumulate_gradients")

@@ -166,7 +166,7 @@ def step_signs(metrics, first, samples, step, cfg, n_equal=0):
     """Metrics of a step and of the first one -> {sign: text} of what is wrong. n_equal: the number
     of steps up to this one in which all rewards of each group were equal."""
     problems, texts, rewards, _ = samples
-    kl = metrics.get("kl_per_token", 0.1)
+    kl, ratio = metrics.get("kl_per_token", 0.1), metrics.get("ratio_mean", 1.0)
     learnt = metrics["reward_mean"] > first["reward_mean"] + 0.02
     all_equal = metrics["frac_zero_std"] == first["frac_zero_std"] == 1 and step > 1
     all_cut = metrics["truncated_frac"] == 1
@@ -191,14 +191,22 @@ def step_signs(metrics, first, samples, step, cfg, n_equal=0):
         ("truncated", all_cut and first["truncated_frac"] >= 0.5 and not learnt,
          f"all responses were cut at max_new_tokens = {cfg.max_new_tokens}, none reached a stop "
          f"token {cfg.stop_token_ids}; raise max_new_tokens, or look into generation_config.json"),
-        ("drift", kl > 0.2,
+        ("weights", ratio > 2 or ratio < 0.5,
+         f"the mean of pi / old is {ratio:.2g}, not about 1: the policy has moved far within a "
+         "step, or weights_of_tokens was not given the whole step"),
+        ("no gradient", metrics["grad_norm"] == 0 and metrics["frac_zero_std"] < 1
+         and not cfg.mask_truncated,
+         "the gradient is 0 although rewards differ: something cuts it, such as a detach()"),
+        ("infinite", math.isinf(kl),
+         "KL is infinite: the reference forbids a token that the policy may draw"),
+        ("drift", 0.2 < kl < math.inf,
          f"KL is {kl:.2f} nats per token, above 0.2: the policy drifts; raise kl_coef"),
         ("stuck", kl < 0.01 and not learnt and step > max(20, cfg.n_train_steps / 4),
          f"KL is {kl:.4f} nats per token, below 0.01, and the reward has not risen: nothing is "
          "learnt; lower kl_coef or raise learning_rate"),
         ("capped", metrics.get("kl_capped_frac", 0) > 0.1,
-         "for over 10 % of the tokens the KL term is cut: the policy is far from the sampler, or "
-         "with clip_sound from the reference; lower epochs_per_rollout or learning_rate"),
+         "for over 10 % of the tokens pi / sampler is above kl_ratio_cap, or with clip_sound the "
+         "reference far away; lower epochs_per_rollout or learning_rate"),
         ("length", longer and "kl_per_token" in metrics,
          "responses are 1.5 times as long as at first, so that KL per token can fall while KL per "
          "response rises; watch train/kl_per_sequence"),

@@ -41,8 +41,8 @@ def check_kl(cfg):
     one_gradient = cfg.kl_gradient == "reverse" and cfg.kl_in == "loss" and not term
     return [f"KL term: {note}" for applies, note in (
         (one_gradient and cfg.kl_estimator in ESTIMATORS,
-         f"{cfg.kl_estimator} is its value; its gradient, of KL(policy || reference), is that of "
-         "every sampled estimator"),
+         f"{cfg.kl_estimator} is its value only; the gradient, which all sampled estimators share, "
+         "is that of KL(policy || reference)"),
         (as_written and cfg.kl_estimator == "k2",
          "k2 as written has the gradient of reverse KL in a rollout's first epoch only"),
         (as_written and cfg.kl_estimator == "k3",

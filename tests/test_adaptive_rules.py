@@ -115,6 +115,10 @@ def test_number_that_is_not_finite_does_not_move_beta(rule):
     assert math.isfinite(betas(controller(rule), [0.0, -0.1, 0.0], [0.0] * 3)[-1])
 
 
+def test_resumed_controller_without_a_rule_takes_the_coefficient_of_now():
+    assert KLController(0.2, KLSettings(), KLController(0.1, KLSettings()).state).beta == 0.2
+
+
 def test_kl_settings_have_the_defaults_of_main():
     of_main, settings = starter.cfg_with(), KLSettings(kl_target=0.5)
     for name in inspect.signature(starter.main).parameters:
@@ -133,6 +137,7 @@ def test_clip_threshold_is_larger_where_only_the_gradient_is_clipped():
 
 @pytest.mark.parametrize("changes, message", [
     (dict(kl_estimator="k4"), "kl_estimator = 'k4' is not known; "),
+    (dict(kl_estimator="exact", kl_in="reward"), r"\(in the reward\) = 'exact' is not known; use"),
     (dict(kl_gradient="revers"), r"kl_gradient = 'revers' is not known; did you mean 'reverse'\?"),
     (dict(kl_in="advantage"), "kl_in = 'advantage' is not known; use one of 'loss', "),
     (dict(kl_adaptation_method="Clip_sound"), "method = 'Clip_sound' is not known; did you "),

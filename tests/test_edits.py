@@ -23,7 +23,6 @@ LENGTH = 8  # max_new_tokens
 FREQUENT = 33  # a token that the checkpoint samples often
 
 
-# --------------------------------------------------------------------------------------------------
 # The losses, written out. x: what compare_with_loss() knows of a step.
 
 def policy_loss(x, weight_of=lambda place, n: 1.0):
@@ -73,7 +72,6 @@ def with_importance_weights(x):
     return policy_loss(x)
 
 
-# --------------------------------------------------------------------------------------------------
 # The edits
 
 def at_most_half(text, problem):
@@ -163,7 +161,6 @@ def edited_text(replaced, strength):
     return text
 
 
-# --------------------------------------------------------------------------------------------------
 # A run, in a process of its own
 
 def train(checkpoint, folder, **changes):
@@ -261,7 +258,6 @@ def compare_with_loss(checkpoint, edit, strength, steps, logged):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
 # The tests
 
 KINDS = ("shipped", "off", "on")

@@ -170,17 +170,21 @@ def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path):
 
 # Warnings
 
-FIRST = dict(reward_mean=0.3, frac_zero_std=0.2, truncated_frac=0.0, response_length=8.0)
+FIRST = dict(reward_mean=0.3, frac_zero_std=0.2, truncated_frac=0.0, response_length=8.0,
+             ratio_mean=1.0, grad_norm=0.5)
 FINE = FIRST | dict(reward_mean=0.6, response_length=9.0, kl_per_token=0.005, kl_capped_frac=0.02)
 
 
 @pytest.mark.parametrize("sign, words, changes, at_first", [
     (None, "", dict(), dict()), (None, "", dict(kl_per_token=0.15), dict()),
     ("drift", "KL is 0.21 nats per token, above 0.2", dict(kl_per_token=0.21), dict()),
+    ("infinite", "the reference forbids a token", dict(kl_per_token=math.inf), dict()),
+    ("weights", "the mean of pi / old is 4, not", dict(ratio_mean=4.0), dict()),
+    ("no gradient", "0 although rewards differ", dict(grad_norm=0.0), dict()),
     ("stuck", "0.0050 nats per token, below 0.01", dict(reward_mean=0.31), dict()),
     (None, "", dict(reward_mean=0.31, kl_per_token=0.02), dict()),
     ("length", "1.5 times as long as at first", dict(response_length=12.1), dict()),
-    ("capped", "the KL term is cut", dict(kl_capped_frac=0.2), dict()),
+    ("capped", "pi / sampler is above kl_ratio_cap", dict(kl_capped_frac=0.2), dict()),
     ("endless", "lower learning_rate = 1e-05 first", dict(truncated_frac=1.0), dict()),
     ("truncated", "max_new_tokens = 16, none reached a stop token (7,)",
      dict(truncated_frac=1.0, reward_mean=0.3, kl_per_token=0.05), dict(truncated_frac=1.0)),

@@ -172,14 +172,15 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(checkpoint, tmp_pa
     assert outcome(tmp_path) == undisturbed(kind)
 
 
-def test_second_signal_ends_the_run_at_once(checkpoint, tmp_path):
+@pytest.mark.parametrize("name, n", [("check_log_probs", 2), ("evaluate", 1)])
+def test_second_signal_or_one_before_step_1_ends_the_run_at_once(checkpoint, tmp_path, name, n):
     """The next Ctrl-C in a notebook must not only print that a dead run is to stop."""
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+    def send():
+        for _ in range(n):
+            os.kill(os.getpid(), signal.SIGINT)
 
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with at_call(starter, "check_log_probs", 1, twice), pytest.raises(KeyboardInterrupt):
+    with at_call(starter, name, 1, send), pytest.raises(KeyboardInterrupt):
         run("alone", **full_settings(checkpoint, tmp_path))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert steps_saved(tmp_path) == []
