@@ -1010,7 +1010,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
         return metrics
 
     state = run.state
-    controller = KLController(kl_coef, cfg, state["kl"])
+    controller = KLController(kl_coef, cfg, state["controller"])
     state["before"] = state["before"] or evaluate_at(state["step"])
     if run.stop:  # Ctrl-C in this evaluation: there is nothing to keep yet
         raise KeyboardInterrupt
@@ -1072,7 +1072,7 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
             metrics["kl_penalty"] = metrics["adaptive_kl/raw_kl"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
             metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
-        state |= {"step": step, "kl": controller.state,  # in place: run.save() writes this dict
+        state |= {"step": step, "controller": controller.state,  # in place: run.save() writes it
                   "seconds": state["seconds"] + seconds,
                   "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
         log_train(run, step, metrics)
@@ -1338,7 +1338,7 @@ class Run:
     def __init__(self, cfg):
         self.cfg = cfg
         self.state = {"step": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
-                      "kl": None, "before": None, "after": None}
+                      "controller": None, "before": None, "after": None}
         self.saved = None  # the content of the checkpoint to go on from
         self.writer = None  # TensorBoard's, in the first of torchrun's processes
         self.is_first = os.environ.get("RANK", "0") == "0"

@@ -32,8 +32,10 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
               f"KL(policy || {'start' if ref_model is None else 'reference'}): "
               f"{round(result['kl_per_token'], 3) + 0.0:.3f} nats per token, "  # never -0.000
               f"{round(result['kl_per_sequence'], 2) + 0.0:.2f} nats per response"]
-    if state["kl"] and cfg.use_kl_penalty and starter.rule_among(starter.COEFFICIENT_RULES, cfg):
-        lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {state['kl']['beta']:.3g} now")
+    if state["controller"] and cfg.use_kl_penalty and starter.rule_among(
+            starter.COEFFICIENT_RULES, cfg):
+        beta = state["controller"]["beta"]
+        lines.append(f"KL coefficient: {cfg.kl_coef:g} at first, {beta:.3g} now")
     log_hparams(result, run)
     tables = tables_of_kl(kl, tokenizer)
     (run.folder / "kl_by_token.json").write_text(json.dumps(tables), "utf-8")
