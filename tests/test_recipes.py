@@ -267,7 +267,7 @@ def test_sampler_mask_equals_the_formula(advantage, weights, tmp_path, monkeypat
     mask = torch.ones(2, 4, dtype=torch.bool)
     monkeypatch.setattr(module, "token_statistics", lambda *_: module.TokenStatistics(
         now * 1.0, *[torch.zeros(2, 4)] * 4))
-    monkeypatch.setattr(module, "compute_loss", lambda advantages, log_probs, *_: (
+    monkeypatch.setattr(module, "compute_loss", lambda advantages, log_probs, *_, **__: (
         seen.append(advantages) or log_probs, {}))
     module.grpo_microbatch_step(None, dict(
         response_mask=mask, weights=mask.float(), advantages=torch.full((2, 1), advantage),
