@@ -434,7 +434,7 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 # 5. Reward.  Response text, problem -> 1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
 #
 # To use another, write a function (response_text, problem) -> number and give it to main(), or
-# several with weights: reward=[(reward_fn, 1.0), (brevity, 0.1)]. Their weighted sum is learnt; the
+# several with weights: reward=[(reward_fn, 1.0), (brief, 0.5)]. Their weighted sum is learnt; the
 # first says what is solved (1 or more). A parameter named response gets the Response as well.
 
 # One number and nothing else, as in "-12", "$1,234.50" or "18 %"
@@ -491,9 +491,9 @@ def score(responses, problems, tokenizer, reward):
     values = torch.zeros(len(responses), len(rewards))
     for j, (function, _) in enumerate(rewards):
         asks = "response" in inspect.signature(function).parameters
-        for i, (text, problem) in enumerate(zip(texts, problem_of_each)):
+        for i, (r, text, problem) in enumerate(zip(responses, texts, problem_of_each)):
             try:  # nan and inf pass: the loop skips such a step
-                values[i, j] = function(text, problem, **{"response": responses[i]} if asks else {})
+                values[i, j] = float(function(text, problem, **{"response": r} if asks else {}))
             except Exception as error:  # in your function, or because it gave no number
                 shown = {key: x for key, x in problem.items() if key != "prompt_ids"}
                 error.add_note(f"{function} got {text[:200]!r} and {shown}; return a number.")
@@ -1012,8 +1012,6 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
     state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
     state["before"] = state["before"] or evaluate_at(state["step"])
-    if run.stop:  # Ctrl-C in this evaluation: there is nothing to keep yet
-        raise KeyboardInterrupt
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
         # 1. Sample a group of responses to each prompt with the current policy.
@@ -1185,7 +1183,7 @@ def main(
     if not cfg.stop_token_ids:
         raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     if not (problems.train and problems.held_out):
-        raise InputError("too few prompts fit into the context; lower max_new_tokens or set preset")
+        raise InputError("too few prompts fit: shorten them, lower max_new_tokens or set a preset")
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
@@ -1193,7 +1191,7 @@ def main(
     if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
-        print("support/ is not here: slower, more memory, no LoRA, no warnings, no pictures")
+        print("support/ is not here: slower, more memory, no LoRA, no warnings, no report")
     if cfg.gradient_checkpointing:
         policy.train().gradient_checkpointing_enable()
     if "token_statistics" not in MECHANICS:  # all logits of a microbatch are held at once
@@ -1211,6 +1209,8 @@ def main(
 
     # Train. The first Ctrl-C lets the step finish, the second does not.
     def stop(number, frame):
+        if run.state["before"] is None:  # in the first evaluation: there is nothing to keep yet
+            raise KeyboardInterrupt
         run.stop = number
         signal.signal(number, signal.default_int_handler)
         print(f"\n{signal.Signals(number).name}: stopping after this step; again: now", flush=True)
@@ -1456,7 +1456,7 @@ def choose(cfg):
     if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
         raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
     if not (has_support or callable(cfg.task) or cfg.task in TASKS or Path(cfg.task).is_file()):
-        raise InputError(f"task = {cfg.task!r} is no file; give one, or add support/ with tasks")
+        raise InputError(f"task = {cfg.task!r} is no file; give one, and a model_id, or support/")
     precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
     engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
     taken = ", ".join(f"{key} = {value!r}" for key, value in preset.items()) or "nothing taken"

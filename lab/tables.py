@@ -382,7 +382,7 @@ def gpu_table():
     """By the formula of support/memory.py, written by `python -m lab.bench --gpus`."""
     groups = grouped(read_csv("gpus"), "settings")
     models = list(dict.fromkeys(row["model"] for row in read_csv("gpus")))
-    lines = [[f"`{settings}`" if settings else "no change", *(row["gb"] for row in rows)]
+    lines = [[f"`{settings}`" if settings else "the default", *(row["gb"] for row in rows)]
              for (settings,), rows in groups.items()]
     return table(["GB for", *models], lines)
 

@@ -31,7 +31,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import starter
 from support import edits
 
-# --------------------------------------------------------------------------------------------------
 # 1. The prompts of a batch, each once
 
 def split_rows(rows):
@@ -88,7 +87,6 @@ def hidden_states(model, rows, bf16=False):
     return hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0])
 
 
-# --------------------------------------------------------------------------------------------------
 # 2. Attention
 
 class Shared(NamedTuple):
@@ -227,7 +225,6 @@ def compute_dtype(model):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
-# --------------------------------------------------------------------------------------------------
 # 3. Sampling
 
 def read_prompts(model, prompts, group_size, room):
@@ -302,7 +299,6 @@ def decode(policy, prompts, cfg):
             policy.set_attn_implementation(own_attention)
 
 
-# --------------------------------------------------------------------------------------------------
 # 4. Statistics
 
 # Logits held at a time, and a few times that in the backward pass. Few large kernels are quick on a
@@ -403,7 +399,6 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
                                      for values in zip(*chunks)))
 
 
-# --------------------------------------------------------------------------------------------------
 # 5. Which models
 
 class Misfit(Exception):

@@ -26,8 +26,8 @@ LIMITS = {
     "beta_schedule_steps": (1, 10**9), "learning_rate": (1e-12, 1), "weight_decay": (0, 1),
     "max_grad_norm": (1e-9, 10**9), "max_tokens_per_microbatch": (1, 10**9),
     "n_eval_problems": (1, 10**9), "eval_temperature": (0, 10), "eval_samples": (1, 1000),
-    "kl_clip_threshold": (1e-9, 10**9), "kl_ratio_cap": (1, math.inf),
-} | dict.fromkeys("n_train_steps seed lora_rank warmup_steps kl_coef beta_min "
+    "kl_clip_threshold": (1e-9, 10**9), "kl_ratio_cap": (1, math.inf), "lora_rank": (0, 4096),
+} | dict.fromkeys("n_train_steps seed warmup_steps kl_coef beta_min "
                   "eval_every save_every max_sampler_diff".split(), (0, 10**9))
 KINDS = {"bf16": bool, "max_sampler_diff": float, "kl_clip_threshold": float}  # beside the default
 MAY_BE_NONE = {"importance_cap", "max_sampler_diff"}
@@ -181,7 +181,8 @@ def check_machine(cfg):
         (has_adapters, f"model_id = {str(model_id)!r:.200} holds LoRA adapters; merge them into "
          "their model with peft's merge_and_unload(), and give the folder where you save that"),
         (is_folder and not (Path(model_id) / "config.json").is_file(),
-         f"model_id = {str(model_id)!r:.200} has no config.json; give a folder of save_pretrained"),
+         f"model_id = {str(model_id)!r:.200} has no config.json; give a folder of save_pretrained"
+         ", such as model in the folder of a run"),
         (not (out_dir.is_dir() and os.access(out_dir, os.W_OK)),
          f"out_dir = {str(cfg.out_dir)!r:.200} cannot be written; give another folder"),
     ):
@@ -227,7 +228,8 @@ def check_resume(run):
     for name, value in run.settings.items():
         if name not in MAY_CHANGE and before.get(name, value) != value:
             raise InputError(f"{name} = {value!r} would break the curve of {run.folder}, which "
-                             f"began with {before[name]!r}; use that value, or do not resume")
+                             f"began with {before[name]!r}; give that, or begin a new run, for "
+                             f"example with model_id = {str(run.folder / 'model')!r}")
     newest = max(run.folder.glob("checkpoint_*.pt"), default=None)
     n_done = int(newest.name.split("_")[1]) if newest else 0
     if run.cfg.n_train_steps < n_done:
@@ -286,7 +288,14 @@ def notes(tokenizer, problems, cfg):
                if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
     characters = [x for x in sorted({*str((unknown or [""])[0])})
                   if tokenizer.unk_token_id in tokenizer(x, add_special_tokens=False)["input_ids"]]
+    long = [problem["answer"] for problem in problems.train if "answer" in problem and len(
+        tokenizer(str(problem["answer"]), add_special_tokens=False)["input_ids"])
+        >= cfg.max_new_tokens]
     return [line for applies, line in (
+        (long and cfg.reward is starter.reward_fn,
+         f"Warning: {len(long)} of {len(problems.train)} answers are too long for max_new_tokens = "
+         f"{cfg.max_new_tokens}, for example {(long or [''])[0]!r:.80}: no response can hold them; "
+         "raise it, or shorten the answers"),
         (n < min(30, cfg.n_eval_problems),
          f"Warning: {n} held-out problems are too few to tell whether the model gets better; give "
          "more data, a longer eval_file, or a larger n_eval_problems"),

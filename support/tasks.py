@@ -19,7 +19,6 @@ from starter import InputError, is_held_out
 
 TINY = str(Path(__file__).resolve().parent / "tiny")  # the built-in model; see lab/build_tiny.py
 
-# --------------------------------------------------------------------------------------------------
 # Countdown: an expression of given numbers that equals a target. Addition: a sum.
 
 COUNTDOWN_PROMPT = (
@@ -146,7 +145,6 @@ starter.TASKS |= {"addition": addition_problems, "countdown": countdown_problems
                   "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN)}
 starter.SCORERS |= {"numbers": score_countdown, "last_number": score_last_number}
 
-# --------------------------------------------------------------------------------------------------
 # Files and data sets -> problems.
 
 QUESTION_PROMPT = (
@@ -288,6 +286,10 @@ def as_problem(row, where, notes):
     if not final.strip() or "<answer>" in final:
         raise InputError(f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the "
                          "answer tags, without them")
+    scored = row.get("last_number", True)
+    if scored is not True or "last_number" in row and not starter.NUMBER.fullmatch(final.strip()):
+        raise InputError(f"{where} has {scored!r:.80} under 'last_number' and {answer!r:.80} under "
+                         f"{key!r}; write true and a number, or leave last_number out")
     if len(final) > 100:
         notes.add("some answers have more than 100 characters, which hardly any response will "
                   "equal: give a reward of your own")

@@ -56,7 +56,7 @@ def test_file_alone_refuses_in_one_sentence_what_needs_support(alone):
     """Here the task of the preset; and what would fail late."""
     done = run(alone, "starter.py")
     assert done.returncode == 1
-    assert done.stderr.startswith("starter.py stopped: task = 'addition' is no file; give one, or ")
+    assert done.stderr.startswith("starter.py stopped: task = 'addition' is no file; give one, an")
     assert "=== Running Quick Tests ===" in done.stdout and "no longer holds" not in done.stdout
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
     for changes, message in (

@@ -268,6 +268,7 @@ def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, word
 @pytest.mark.parametrize("changes, n_held_out, words", [
     (dict(), 30, []), (dict(), 29, ["29 held-out problems are too few"]),
     (dict(n_eval_problems=5), 5, []),  # as few as were asked for
+    (dict(max_new_tokens=1), 30, ["answers are too long for max_new_tokens = 1, for example 0:"]),
     (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
     (dict(enable_thinking=True, clip_range=0.1, gpu_mem_util=0.5), 30,
      ["gpu_mem_util = 0.5 changes nothing", "clip_range does nothing", "template does"]),

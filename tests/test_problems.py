@@ -114,6 +114,8 @@ def test_columns_of_gsm8k_and_math_are_understood_and_said(row, key, answer, tmp
     (b'{"question": 3, "answer": 1}', "line 2 has 3 under 'question'; give a text or chat"),
     (b'{"prompt": " ", "answer": "1"}', "line 2 has nothing under 'prompt'; fill it in, or delete"),
     (b'{"prompt": "a", "answer": NaN}', "line 2 has nothing under 'answer'; fill it in, or delete"),
+    (b'{"prompt": "a", "answer": "7", "last_number": 0}', "2 has 0 under 'last_number' and '7' un"),
+    (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "and '7 apples' under"),
     (b'{"prompt": "a", "answer": "5 ####"}', "line 2 has '5 ####' under 'answer'; write what"),
     (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "line 2 has '<answer>5</answer>' under "),
     (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}',

@@ -263,7 +263,7 @@ def test_absent_run_is_one_sentence(checkpoint, tmp_path):
 
 def test_run_that_failed_while_loading_leaves_no_folder(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path / "runs", max_new_tokens=300)  # of 256 in the context
-    with pytest.raises(InputError, match="too few prompts fit into the context; lower max"):
+    with pytest.raises(InputError, match="too few prompts fit: shorten them, lower max"):
         run("alone", **given)
     assert not (tmp_path / "runs").exists()
 
