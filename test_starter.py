@@ -889,6 +889,8 @@ def test_check_log_probs_warns_in_the_first_step_where_no_weights_can_be_stale(c
     check(step=2, diff=1.9, first_diff=0.5)
     check(step=1, diff=0.5, max_sampler_diff=None)
     assert capsys.readouterr().out == ""
+    with pytest.raises(RunStopped, match="disagree by 1 nats"):  # a batch that is shifted, say
+        check(step=1, diff=1.0)
 
 
 def test_check_log_probs_stops_a_run_whose_reference_is_not_the_policy_at_first():
