@@ -69,7 +69,7 @@ class RunStopped(RuntimeError):
 
 
 def nearest(value, options):
-    """Returns a remedy: options with this part ("eps") or these initials, or one spelt alike."""
+    """Returns a remedy: options with this part, these initials or a near spelling, or all."""
     value = str(value).lower()
     parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
     near = parts[:3] or difflib.get_close_matches(value, options, n=1, cutoff=0.7)

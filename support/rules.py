@@ -227,9 +227,10 @@ def check_resume(run):
         raise InputError(f"{path} cannot be read ({error}); resume another run") from None
     for name, value in run.settings.items():
         if name not in MAY_CHANGE and before.get(name, value) != value:
+            model = run.folder / "model"
+            begin = f"begin anew with model_id = {str(model)!r}" if model.is_dir() else "begin anew"
             raise InputError(f"{name} = {value!r} would break the curve of {run.folder}, which "
-                             f"began with {before[name]!r}; give that, or begin a new run, for "
-                             f"example with model_id = {str(run.folder / 'model')!r}")
+                             f"began with {before[name]!r}; give that, or {begin}")
     newest = max(run.folder.glob("checkpoint_*.pt"), default=None)
     n_done = int(newest.name.split("_")[1]) if newest else 0
     if run.cfg.n_train_steps < n_done:
@@ -288,9 +289,9 @@ def notes(tokenizer, problems, cfg):
                if {tokenizer.unk_token_id} & set(problem["prompt_ids"]) - known]
     characters = [x for x in sorted({*str((unknown or [""])[0])})
                   if tokenizer.unk_token_id in tokenizer(x, add_special_tokens=False)["input_ids"]]
-    long = [problem["answer"] for problem in problems.train if "answer" in problem and len(
-        tokenizer(str(problem["answer"]), add_special_tokens=False)["input_ids"])
-        >= cfg.max_new_tokens]
+    long = [x["answer"] for x in problems.train  # a token has a byte at least
+            if len(str(x.get("answer", "")).encode()) >= cfg.max_new_tokens <= len(
+                tokenizer(str(x["answer"]), add_special_tokens=False)["input_ids"])]
     return [line for applies, line in (
         (long and cfg.reward is starter.reward_fn,
          f"Warning: {len(long)} of {len(problems.train)} answers are too long for max_new_tokens = "
