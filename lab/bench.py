@@ -6,13 +6,14 @@
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
-so that most responses have their full length. Each side runs in a process of its own, in turns;
+so that most responses have their full length, and random rewards, so that every group teaches. Each side runs in a process of its own, in turns;
 the first two of its steps are not counted. Times are medians, a ratio is the median over the
 rounds. GB is the most memory that a process held, libraries included. TRL takes as many rows at
 once as are quickest for it. TRL needs `pip install trl==1.16.0 datasets`.
 """
 import argparse
 import json
+import random
 import shutil
 import statistics
 import tempfile
@@ -68,8 +69,11 @@ def make_folder(folder, **shape):
     tokenizer = AutoTokenizer.from_pretrained(tasks.TINY)
     config = qwen3_config(**shape)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16 if on_gpu else torch.float32).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     problems = tasks.make_countdown(2_000, False, 0, **tasks.SMALL_COUNTDOWN)
     with open(folder / "problems.jsonl", "w") as file:
@@ -86,15 +90,15 @@ def make_folder(folder, **shape):
 # Runs in the folder of any commit, and beside a starter.py that is alone. Settings that main() does
 # not know there are left out.
 PROGRAM = r"""
-import inspect, json, re, sys, tempfile
+import inspect, json, random, re, sys, tempfile
 import starter, torch
 
-def distinct(text, problem):  # a reward that random weights can earn
-    return len(set(text)) / 10
+def noise(text, problem):  # no group has equal rewards
+    return random.random()
 
 settings = json.loads(sys.argv[1])
-if settings.pop("distinct", True):
-    settings["reward"] = distinct
+if settings.pop("noise", True):
+    settings["reward"] = noise
 known = inspect.signature(starter.main).parameters
 with tempfile.TemporaryDirectory() as folder:
     result = starter.main(out_dir=folder, **{k: v for k, v in settings.items() if k in known})
@@ -139,7 +143,7 @@ def train_with_trl(settings, rows, each_step=None):
     import starter
     from lab.rows import peak_gb
     settings = dict(settings)
-    is_distinct = settings.pop("distinct", True)
+    is_noise = settings.pop("noise", True)
     cfg = chosen(settings)
     problems, _, _ = starter.load_problems(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
@@ -149,7 +153,7 @@ def train_with_trl(settings, rows, each_step=None):
     seconds = []
 
     def reward(prompts, completions, number, **kwargs):
-        return [len(set(text)) / 10 if is_distinct else starter.reward_fn(text, problems[i])
+        return [random.random() if is_noise else starter.reward_fn(text, problems[i])
                 for i, text in zip(number, completions)]
 
     class Clock(TrainerCallback):

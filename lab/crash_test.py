@@ -5,6 +5,7 @@
     python -m lab.crash_test --engine vllm     sampled by vLLM instead of transformers
     python -m lab.crash_test --lora            adapters instead of all weights
     python -m lab.crash_test --processes 2     several processes of torchrun
+    python -m lab.crash_test --device cuda     on a GPU, in bf16
 
 The run is short but whole: two epochs per rollout, a KL penalty with a controller, evaluations, a
 reward that draws random numbers. Each kill is kill -9 of all its processes, at a random moment of a
@@ -33,7 +34,7 @@ RESULTS = REPOSITORY / "lab" / "results" / "kills.csv"
 NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")
 PHASES = ("rollout", "update", "save", "evaluate")
 SETTINGS = dict(
-    device="cpu", bf16=False, rollout_batch_size=16, group_size=4, max_new_tokens=8,
+    rollout_batch_size=16, group_size=4, max_new_tokens=8,
     max_tokens_per_microbatch=400, learning_rate=1e-3, warmup_steps=3, epochs_per_rollout=2,
     n_train_steps=6, save_every=2, eval_every=3, n_eval_problems=20, use_kl_penalty=True,
     kl_coef=0.1, kl_adaptation_method="target_sound")
@@ -143,9 +144,9 @@ def random_kill(number, phases):
     return phases[i][0], starts.index(i) + 1, rng.uniform(0, seconds)
 
 
-def main(kills, engine, alone, lora, processes):
+def main(kills, engine, alone, lora, processes, device):
     parts = ("starter.py alone" if alone else "support/") + ", LoRA" * lora
-    parts += f", {processes} processes" * (processes > 1)
+    parts += f", {processes} processes" * (processes > 1) + f", {device}" * (device != "cpu")
     n_same = 0
     with tempfile.TemporaryDirectory() as folder, open(RESULTS, "a", newline="") as file:
         folder = Path(folder)
@@ -158,7 +159,8 @@ def main(kills, engine, alone, lora, processes):
         subprocess.run([sys.executable, "-c", program, str(folder / "model")], check=True,
                        cwd=REPOSITORY / "tests", env=os.environ | {"PYTHONPATH": str(code)})
         settings = SETTINGS | {"model_id": str(folder / "model"), "out_dir": str(folder / "runs"),
-                               "engine": engine, "lora_rank": 4 * lora}
+                               "engine": engine, "lora_rank": 4 * lora, "device": device,
+                               "bf16": device != "cpu"}
         phases, status, printed = run(settings, code, processes)
         if status != 0 or ("support/ is not here" in printed) != alone:
             sys.exit(f"the run without a kill failed:\n{printed}")
@@ -193,6 +195,7 @@ if __name__ == "__main__":
     parser.add_argument("--alone", action="store_true", help="starter.py without support/")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     arguments = vars(parser.parse_args())
     settings = arguments.pop("child")

@@ -41,7 +41,7 @@ def run_trl(settings, contest):
 def train_with_trl(settings, rows):
     """Runs TRL's trainer in this process, with evaluations by starter.evaluate."""
     import starter
-    cfg = bench.chosen({name: x for name, x in settings.items() if name != "distinct"})
+    cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"})
     policy, tokenizer = starter.init_policy(cfg.model_id, "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
     held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
@@ -131,7 +131,7 @@ def main():
     contest = CONTESTS[given.name]
     for seed in given.seeds or contest["seeds"]:
         settings = dict(preset=given.name, model_id=str(start_of(given.name)), seed=seed,
-                        distinct=False, save_every=0)
+                        noise=False, save_every=0)
         for side in list(SIDES)[::1 if seed % 2 == 0 else -1]:
             if (side, seed) in read_runs(given.name):
                 continue
