@@ -6,10 +6,11 @@
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
-so that most responses have their full length, and random rewards, so that every group teaches. Each side runs in a process of its own, in turns;
-the first two of its steps are not counted. Times are medians, a ratio is the median over the
-rounds. GB is the most memory that a process held, libraries included. TRL takes as many rows at
-once as are quickest for it. TRL needs `pip install trl==1.16.0 datasets`.
+so that most responses have their full length, and random rewards, so that every group teaches. Each
+side runs in a process of its own, in turns; the first two of its steps are not counted. Times are
+medians, a ratio is the median over the rounds. GB is the most memory that a process held, libraries
+included. TRL takes as many rows at once as are quickest for it. TRL needs
+`pip install trl==1.16.0 datasets`.
 """
 import argparse
 import json
