@@ -1,7 +1,7 @@
 """What a step of starter.py costs, beside TRL's GRPOTrainer or another commit.
 
     python -m lab.bench                   S, M, M-64, L beside TRL -> bench_step.csv
-    python -m lab.bench --sizes S M --dtype float32 --kl on --rounds 5
+    python -m lab.bench --sizes S M --dtype float32 --kl on --rounds 5 --steps 3
     python -m lab.bench --alone           starter.py without support/, beside TRL -> bench_alone.csv
     python -m lab.bench --gpus            the formula for Qwen3's sizes -> gpus.csv
 
@@ -44,7 +44,6 @@ TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L"
 OUR_TOKENS = {"S": 8_192, "M": 8_192, "M-64": 2_048, "L": 2_048}
 TOKENS_ALONE = {"S": 4_096, "M": 2_048, "M-64": 2_048, "L": 2_048}
 WARM_UP = 2  # steps of each process that are not counted
-STEPS = 5  # that are
 
 
 # 1. Models and problems -> a folder and a file that every side reads.
@@ -83,7 +82,7 @@ def make_folder(folder, **shape):
     return dict(preset="tiny", model_id=str(folder / "model"), task=str(folder / "problems.jsonl"),
                 rollout_batch_size=256, max_new_tokens=shape["new_tokens"],
                 learning_rate=1e-6, n_eval_problems=8,
-                eval_every=0, save_every=0, n_train_steps=WARM_UP + STEPS)
+                eval_every=0, save_every=0, n_train_steps=WARM_UP + 5)
 
 
 # 2. Sides.  Settings of main() -> {"seconds": of each step, "gb": peak, ...}.
@@ -186,6 +185,8 @@ def train_with_trl(settings, rows, each_step=None):
 
 def quickest_rows(settings, choices):
     """Returns the number of rows at once at which TRL is quickest."""
+    if len(choices) == 1:
+        return choices[0]
     median = {rows: statistics.median(run_trl(settings | {"n_train_steps": 4}, rows)["seconds"][1:])
               for rows in choices}
     return min(median, key=median.get)
@@ -217,7 +218,8 @@ def beside(size, given):
     """Returns a row: a step of ours beside one of TRL's."""
     with tempfile.TemporaryDirectory() as folder:
         settings = make_folder(Path(folder), **SIZES[size]) | dict(
-            bf16=given.dtype == "bfloat16", use_kl_penalty=given.kl == "on")
+            bf16=given.dtype == "bfloat16", use_kl_penalty=given.kl == "on",
+            n_train_steps=WARM_UP + given.steps)
         tokens = (TOKENS_ALONE if given.alone else OUR_TOKENS)[size]
         ours = settings | {"max_tokens_per_microbatch": tokens}
         here = REPOSITORY
@@ -255,6 +257,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kl", default="off", choices=("off", "on"), help="the KL penalty")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of each round that are counted")
     for part in ("alone", "gpus"):
         parser.add_argument(f"--{part}", action="store_true")
     given = parser.parse_args()

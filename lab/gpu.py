@@ -1,7 +1,7 @@
 """Runs of starter.py on one NVIDIA GPU, sampled by transformers -> lab/results/gpu.csv.
 
-    python -m lab.gpu                         all of RUNS, a row each
-    python -m lab.gpu --runs 0 3 --together   some of them, at once, without their times
+    python -m lab.gpu --runs 0 1              some of RUNS, a row each; without --runs all
+    python -m lab.gpu --runs 0 3 --together   at once, without their times
 
 The built-in model and SmolLM2 (lab/real_model.py) are trained by their presets. Qwen3's shapes have
 random weights and rewards, so that nearly all responses are cut at 256 tokens; three steps of the
@@ -14,56 +14,55 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 from lab import bench, real_model
 from lab.rows import append_rows, where
-from support.memory import predicted_gb
 
 SMALL = dict(lora_rank=16, gradient_checkpointing=True, frozen_in_bf16=True)
 RUNS = (
-    ("built-in", {}),
-    ("SmolLM2", {}),
-    *(("Qwen3-0.6B", changes) for changes in ({}, dict(use_kl_penalty=True))),
-    *(("Qwen3-1.7B", changes) for changes in ({}, dict(use_kl_penalty=True), SMALL)),
-    ("Qwen3-1.7B", dict(gradient_checkpointing=True)),
-    ("Qwen3-1.7B", dict(lora_rank=16)),
-    ("Qwen3-8B", SMALL),
+    ("built-in", {}), ("SmolLM2", {}),
+    ("Qwen3-0.6B", {}), ("Qwen3-1.7B", {}), ("Qwen3-1.7B", dict(use_kl_penalty=True)),
+    ("Qwen3-1.7B", dict(gradient_checkpointing=True)), ("Qwen3-1.7B", SMALL), ("Qwen3-8B", SMALL),
 )
 
 
 def settings_of(model, folder):
     """Returns settings of main() for a run of this model. Writes random weights into folder."""
-    if model not in bench.QWEN3:
-        return {"built-in": dict(preset="tiny", noise=False),
-                "SmolLM2": dict(preset="smollm2", noise=False, model_id=str(
-                    real_model.CACHE / "SmolLM2-135M-Instruct"))}[model]
-    made = bench.make_folder(Path(folder), **bench.QWEN3[model], new_tokens=256)
-    return made | dict(preset="qwen3-1.7b", rollout_batch_size=128, n_train_steps=3)
+    if model in bench.QWEN3:
+        made = bench.make_folder(Path(folder), **bench.QWEN3[model], new_tokens=256)
+        return made | dict(preset="qwen3-1.7b", rollout_batch_size=128, n_train_steps=3)
+    if model == "SmolLM2":
+        return dict(preset="smollm2", model_id=str(real_model.model_folder()), noise=False)
+    return dict(preset="tiny", noise=False)
+
+
+def formula_gb(settings):
+    """Returns what support/memory.py predicts for a GPU without vLLM."""
+    from transformers import AutoConfig
+
+    from support import memory, tasks
+    on_gpu = dict(device="cuda", bf16=True, engine="transformers")
+    cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"} | on_gpu)
+    config = AutoConfig.from_pretrained(tasks.TINY if cfg.model_id == "tiny" else cfg.model_id)
+    return sum(memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch).values())
 
 
 def row_of(model, changes, with_times):
     """Returns the row of one run, in a process of its own."""
+    import torch
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(model, folder) | changes
+        formula = formula_gb(settings)
         result = bench.run_ours(settings)
-        cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"})
     logged = result["logged"]
     later = {tag: statistics.median(x for step, x in logged[tag] if step > 1)
              for tag in ("time/total", "time/rollout", "train/sampler_logprob_diff")}
-    row = {"model": model, "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-           "step_s": "", "rollout_s": "", "gb": f"{result['gb']:.1f}",
-           "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}"}
-    if with_times:
-        row |= {"step_s": f"{later['time/total']:.2f}",
-                "rollout_s": f"{later['time/rollout']:.2f}"}
-    if model in bench.QWEN3:
-        parts = predicted_gb(bench.qwen3_config(**bench.QWEN3[model]), cfg,
-                             cfg.max_tokens_per_microbatch)
-        row["formula_gb"] = f"{sum(parts.values()):.1f}"
-    else:
-        row["solved"] = f"{100 * logged['eval/solved'][-1][1]:.1f}"
-    return row | where() | {"machine": torch.cuda.get_device_name()}
+    return {"model": model, "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
+            "step_s": f"{later['time/total']:.2f}" if with_times else "",
+            "rollout_s": f"{later['time/rollout']:.2f}" if with_times else "",
+            "gb": f"{result['gb']:.1f}", "formula_gb": f"{formula:.1f}",
+            "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
+            "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
+            **where(), "machine": torch.cuda.get_device_name()}
 
 
 def main():

@@ -309,8 +309,8 @@ LOGITS_AT_ONCE = {"cpu": 1 << 24, "gpu": 1 << 26}
 @contextlib.contextmanager
 def tensor_cores(bf16):
     """Where the layers are in bf16, which rounds to 8 bits, a GPU multiplies the head's float32
-    matrices in TF32, of 11 bits, in a sixth of the time. RoPE must stay outside: it would round
-    positions."""
+    matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside: TF32 would
+    round positions."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if bf16 else before

@@ -132,9 +132,10 @@ def store_frozen_in_bf16(policy, ref_model, cfg):
 
 
 def is_out_of_memory(error):
-    """Whether torch raised it because memory ran out; on a CPU its allocator's words tell."""
-    return (isinstance(error, torch.OutOfMemoryError)
-            or "DefaultCPUAllocator: can't allocate memory" in str(error))
+    """Whether torch raised it because memory ran out. A CPU, and a GPU that other processes fill,
+    say so in words alone."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in (
+        "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"))
 
 
 def attach(run):

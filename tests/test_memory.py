@@ -123,7 +123,8 @@ def with_memory_for(n_tokens, error):
 
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
-    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")])
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")])
 def test_step_after_a_lack_of_memory_has_the_same_gradient(checkpoint, error):
     policy, _ = starter.init_policy(checkpoint, "cpu")
     batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)))
