@@ -76,7 +76,7 @@ SWEEPS = {
     "kl": [HOT, BASE, *METHODS],
     "kl_divergences": DIVERGENCES,
     "recipes": [*RECIPES, *(ON | settings for settings in (  # those that change the KL's part
-        {}, *(dict(recipe=name) for name in ("rloo", "maxrl", "moving_reference"))))],
+        {}, *(dict(recipe=name) for name in ("maxrl", "moving_reference", "rloo"))))],
     "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
         ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
         (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],

@@ -7,12 +7,14 @@
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced.
 """
-import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from itertools import product
+from operator import itemgetter
 
 from lab import architectures, sweep
 from lab.race import race_lines
@@ -50,195 +52,160 @@ def grouped(rows, *columns):
     return groups
 
 
-def newest(name, *columns):
-    """Returns the newest row of each combination of these columns."""
-    return [rows[-1] for rows in grouped(read_csv(name), *columns).values()]
+def table_of(groups, of_key, measured, has_line_before=False):
+    """Returns a table with a line for each (key, rows) of groups.
+
+    of_key: {header: function of the key}. measured: (header, column of the csv file, function that
+    shows its values). has_line_before: whether it begins with "before training".
+    """
+    lines = [[*(text_of(key) for text_of in of_key.values()),
+              *(show(numbers(rows, column)) for _, column, show in measured)]
+             for key, rows in groups]
+    if has_line_before and groups:
+        everything = [row for _, rows in groups for row in rows]
+        first = ["before training", *[""] * (len(of_key) - 1)]
+        for _, column, show in measured:
+            if column.endswith("_after"):
+                first.append(show(numbers(everything, column.replace("_after", "_before"))))
+            else:
+                first.append("0" if "kl_per" in column else "")
+        lines.insert(0, first)
+    return table([*of_key, *(header for header, *_ in measured)], lines)
 
 
-# 1. Of lab.sweep: runs of main().
+# 1. Of lab.sweep: runs of main().  The key of a group is the settings.
 
-def runs_of(name, grid):
+SKILLS = ("max", "next", "reverse", "sort")  # of the built-in model, beside the trained task
+
+
+def read_runs(name):
+    """Returns the rows of a sweep, with columns that follow from the others."""
+    rows = read_csv(name)
+    for row in rows:
+        if "questions_kept" in row:  # SmolLM2
+            row["lost"] = 1 - float(row["questions_kept"])
+            continue
+        before, after = ([float(row[f"retention_{skill}_{moment}"]) for skill in SKILLS]
+                         for moment in ("before", "after"))
+        row["other_skills_before"] = statistics.mean(before)
+        row["other_skills_after"] = statistics.mean(after)
+        row["lost"] = row["other_skills_before"] - row["other_skills_after"]
+        row["largest_fall"] = max(x - y for x, y in zip(before, after))
+        row["last_beta"] = row["curve_beta"].rpartition(" ")[2]
+    return rows
+
+
+def runs_of(name, grid=None):
     """Returns [(settings, rows of its seeds)] of a grid, as far as the csv file holds them."""
-    groups = grouped(read_csv(name), "settings")
-    keys = [(settings, (sweep.key_of(settings),)) for settings in grid]
+    groups = grouped(read_runs(name), "settings")
+    keys = [(settings, (sweep.key_of(settings),)) for settings in grid or sweep.SWEEPS[name]]
     return [(settings, groups[key]) for settings, key in keys if key in groups]
 
 
-def skills_of(row):
-    return [column.removeprefix("retention_").removesuffix("_after") for column in row
-            if re.fullmatch(r"retention_\w+_after", column)]
-
-
-def other_skills(row, moment="after"):
-    """The mean share of the other skills' held-out problems that are solved."""
-    return statistics.mean(float(row[f"retention_{skill}_{moment}"]) for skill in skills_of(row))
-
-
-def largest_fall(row):
-    """By how much the skill fell that fell most."""
-    return max(float(row[f"retention_{skill}_before"]) - float(row[f"retention_{skill}_after"])
-               for skill in skills_of(row))
-
-
-def curve(row, name):
-    return [float(value) for value in row[f"curve_{name}"].split()]
-
-
-MEASURED = ["solved, %", "other skills, %", "KL per token", "KL per response"]
-
-
-def measured(rows):
-    """Returns the cells under MEASURED."""
-    return [per_cent(numbers(rows, "solved_after")), per_cent(map(other_skills, rows)),
-            spread(numbers(rows, "kl_per_token"), 3), spread(numbers(rows, "kl_per_response"), 2)]
-
-
-def before_training(rows):
-    return [per_cent(numbers(rows, "solved_before")),
-            per_cent(other_skills(row, "before") for row in rows)]
-
-
-def coefficient(settings):
-    return f"{settings.get('kl_coef', 0.3):g}" if settings.get("use_kl_penalty") else "off"
-
-
-def penalty_name(settings):
+def penalty(settings):
     if not settings.get("use_kl_penalty"):
         return "no KL penalty (the default)"
     rule = settings.get("kl_adaptation_method")
     return "`use_kl_penalty = True`" + (f", `kl_adaptation_method = \"{rule}\"`" if rule else "")
 
 
-def penalty_table():
-    """The default run with the KL penalty off, on and adaptive."""
-    groups = runs_of("learning", sweep.SWEEPS["learning"])
-    everything = [row for _, rows in groups for row in rows]
-    lines = [["before training", *before_training(everything), "0", ""]] if groups else []
-    for settings, rows in groups:
-        solved, others, kl, _ = measured(rows)
-        lines.append([penalty_name(settings), solved, others, kl,
-                      f"{100 * max(map(largest_fall, rows)):.0f} points"])
-    return table(["run of the built-in model", *MEASURED[:3],
-                  "largest fall of a skill, any seed"], lines)
-
-
-def machine_table():
-    """The default run on what other machines have."""
-    lines = []
-    for settings, rows in [*runs_of("machines", sweep.MACHINES),
-                           *runs_of("machines_amx", sweep.MACHINES)]:
-        threads, cpu = (settings["environment"].get(name, "all that it has") for name in (
-            "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY"))
-        lines.append([rows[0]["machine"].partition(",")[0],
-                      "bfloat16" if settings["bf16"] else "float32", threads, cpu,
-                      " ".join(f"{100 * x:.1f}" for x in numbers(rows, "solved_after")),
-                      per_cent(map(other_skills, rows)),
-                      f"{100 * max(map(largest_fall, rows)):.0f} points"])
-    return table(["processor", "dtype", "threads", "instructions", "solved, %, seed by seed",
-                  "other skills, %", "largest fall of a skill"], lines)
-
-
-def coefficient_table():
-    groups = runs_of("kl_divergences", sweep.COEFFICIENTS)
-    skills = skills_of(groups[0][1][0])
-    first = groups[0][1]
-
-    def of_skills(rows, moment):
-        return [per_cent(numbers(rows, f"retention_{skill}_{moment}")) for skill in skills]
-
-    lines = [["before training", *before_training(first), "0", "0", *of_skills(first, "before")]]
-    lines += [[coefficient(settings), *measured(rows), *of_skills(rows, "after")]
-              for settings, rows in groups]
-    return table(["kl_coef", *MEASURED, *skills], lines)
+def coefficient(settings):
+    return f"{settings.get('kl_coef', 0.3):g}" if settings.get("use_kl_penalty") else "off"
 
 
 def kind_of_kl(settings):
+    if "kl_coef" not in settings:
+        return ""
     return ", ".join([settings.get("kl_estimator", "k3"), *(settings[name] for name in (
         "kl_gradient", "kl_in", "loss_average") if name in settings)])
 
 
-def divergence_table():
-    """Divergence and placement at several coefficients, with the diversity that is left."""
-    groups = runs_of("kl_divergences", sweep.DIVERGENCES)
-    everything = [row for _, rows in groups for row in rows]
-    lines = [["before training", "", "", *(per_cent(numbers(everything, f"{name}_before")) for name
-                                           in ("solved", "pass_at_1", "pass_at_8")),
-              before_training(everything)[1], "0", "0"]]
-    for settings, rows in groups:
-        lines.append([kind_of_kl(settings) if "kl_coef" in settings else "",
-                      coefficient(settings), len(rows),
-                      *(per_cent(numbers(rows, f"{name}_after"))
-                        for name in ("solved", "pass_at_1", "pass_at_8")), *measured(rows)[1:3],
-                      spread(numbers(rows, "forward_kl_per_token"), 3)])
-    return table(["KL", "kl_coef", "seeds", "solved, %", "pass@1, %", "pass@8, %", *MEASURED[1:3],
-                  "KL(reference ‖ policy) per token"], lines)
+def recipe(settings):
+    others = [f"`{name}={value}`" for name, value in settings.items()
+              if name not in ("recipe", "use_kl_penalty")]
+    return ", ".join([settings.get("recipe", "starter.py").replace("+", " + "), *others])
+
+
+def what_learns(settings):
+    return f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights"
+
+
+def points(falls):
+    return f"{100 * max(falls):.0f} points"
+
+
+one_digit, two_digits, three_digits = (partial(spread, digits=digits) for digits in (1, 2, 3))
+SEEDS = ("seeds", "seed", len)
+SOLVED = ("solved, %", "solved_after", per_cent)
+OTHERS = ("other skills, %", "other_skills_after", per_cent)
+KL = ("KL per token", "kl_per_token", three_digits)
+MEASURED = [SOLVED, OTHERS, KL, ("KL per response", "kl_per_response", two_digits)]
+SMOLLM2_SETTINGS = {"what learns": what_learns, "KL": kind_of_kl, "kl_coef": coefficient}
+SMOLLM2 = [
+    SEEDS, SOLVED, ("KL per token", "kl_per_token", two_digits),
+    ("KL(reference ‖ policy)", "forward_kl_per_token", two_digits),
+    ("English, nats per token more", "english_nats_more", three_digits),
+    ("questions kept, %", "questions_kept", per_cent), ("same tokens, %", "same_tokens", per_cent),
+    ("s a step", "s_per_step", one_digit), ("peak memory, GB", "peak_gb", one_digit)]
+
+RUN_TABLES = {
+    "penalty": lambda: table_of(
+        runs_of("learning"), {"run of the built-in model": penalty},
+        [*MEASURED[:3], ("largest fall of a skill, any seed", "largest_fall", points)],
+        has_line_before=True),
+    "machines": lambda: table_of(  # with the row, for its processor
+        [(settings | settings["environment"] | rows[0], rows)
+         for name in ("machines", "machines_amx") for settings, rows in runs_of(name)],
+        {"processor": lambda settings: settings["machine"].partition(",")[0],
+         "dtype": lambda settings: "bfloat16" if settings["bf16"] else "float32",
+         "threads": lambda settings: settings.get("OMP_NUM_THREADS", "all that it has"),
+         "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all that it has")},
+        [("solved, %, seed by seed", "solved_after",
+          lambda shares: " ".join(f"{100 * share:.1f}" for share in shares)),
+         OTHERS, ("largest fall of a skill", "largest_fall", points)]),
+    "coefficients": lambda: table_of(
+        runs_of("kl_divergences", sweep.COEFFICIENTS), {"kl_coef": coefficient},
+        [*MEASURED, *((skill, f"retention_{skill}_after", per_cent) for skill in SKILLS)],
+        has_line_before=True),
+    "divergences": lambda: table_of(
+        runs_of("kl_divergences"), {"KL": kind_of_kl, "kl_coef": coefficient},
+        [SEEDS, SOLVED, ("pass@1, %", "pass_at_1_after", per_cent),
+         ("pass@8, %", "pass_at_8_after", per_cent), OTHERS, KL,
+         ("KL(reference ‖ policy) per token", "forward_kl_per_token", three_digits)],
+        has_line_before=True),
+    "methods": lambda: table_of(  # all from the same coefficient
+        runs_of("kl"),
+        {"kl_adaptation_method": lambda settings: settings.get(
+            "kl_adaptation_method", "none" if "use_kl_penalty" in settings else "off"),
+         "KL": lambda settings: "" if "use_kl_penalty" not in settings else
+            f"{settings['kl_estimator']} in the {settings.get('kl_in', 'loss')}"},
+        [*MEASURED, ("beta at the end", "last_beta", three_digits),
+         ("length", "response_length_after", one_digit)]),
+    "recipes": lambda: table_of(
+        runs_of("recipes"),
+        {"recipe": recipe,
+         "KL penalty": lambda settings: "on" if "use_kl_penalty" in settings else "off"},
+        MEASURED[:3]),
+    "smollm2": lambda: table_of(
+        runs_of("smollm2"), SMOLLM2_SETTINGS, [*SMOLLM2[:3], *SMOLLM2[4:]]),
+    "smollm2_divergences": lambda: table_of(
+        runs_of("smollm2_divergences"), SMOLLM2_SETTINGS, SMOLLM2[:7]),
+}
 
 
 def forgetting_table():
     """Over all runs of a sweep: which number goes along with what was lost."""
     lines = []
-    for model, name, lost_by in (
-            ("built-in", "kl_divergences",
-             lambda row: other_skills(row, "before") - other_skills(row)),
-            ("SmolLM2", "smollm2_divergences", lambda row: 1 - float(row["questions_kept"]))):
-        rows = read_csv(name)
-        lost = list(map(lost_by, rows))
-        for divergence, column in (("KL(policy ‖ reference)", "kl_per_token"),
-                                   ("KL(reference ‖ policy)", "forward_kl_per_token")):
-            values = numbers(rows, column)
-            ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
-            lines.append([model, divergence, len(rows),
-                          *(f"{statistics.correlation(*pair):.2f}"
-                            for pair in ((values, lost), ranks))])
+    for (model, name), (divergence, column) in product(
+            [("built-in", "kl_divergences"), ("SmolLM2", "smollm2_divergences")],
+            [("KL(policy ‖ reference)", "kl_per_token"),
+             ("KL(reference ‖ policy)", "forward_kl_per_token")]):
+        rows = read_runs(name)
+        values, lost = numbers(rows, column), numbers(rows, "lost")
+        ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
+        lines.append([model, divergence, len(rows), f"{statistics.correlation(values, lost):.2f}",
+                      f"{statistics.correlation(*ranks):.2f}"])
     return table(["model", "per token", "runs", "correlation with what is lost", "of ranks"], lines)
-
-
-def method_table():
-    """Adaptive methods, all from the same coefficient."""
-    lines = []
-    for settings, rows in runs_of("kl", [sweep.HOT, sweep.BASE, *sweep.METHODS]):
-        method, term = "off", ""
-        if settings.get("use_kl_penalty"):
-            method = settings.get("kl_adaptation_method", "none")
-            term = f"{settings['kl_estimator']} in the {settings.get('kl_in', 'loss')}"
-        betas = [curve(row, "beta")[-1] for row in rows if row["curve_beta"]]
-        lines.append([method, term, *measured(rows), spread(betas, 3),
-                      spread(numbers(rows, "response_length_after"), 1)])
-    return table(["kl_adaptation_method", "KL", *MEASURED, "beta at the end", "length"], lines)
-
-
-def recipe_table():
-    lines = []
-    for (key,), rows in grouped(read_csv("recipes"), "settings").items():
-        settings = json.loads(key)
-        penalty = "on" if settings.pop("use_kl_penalty", False) else "off"
-        name = settings.pop("recipe", "starter.py").replace("+", " + ")
-        others = ", ".join(f"`{setting}={value}`" for setting, value in settings.items())
-        lines.append([name + (", " if others else "") + others, penalty, *measured(rows)[:3]])
-    lines.sort(key=lambda line: (line[1], not line[0].startswith("starter.py"), line[0]))
-    return table(["recipe", "KL penalty", *MEASURED[:3]], lines)
-
-
-SMOLLM2 = [  # title, column, digits; without digits in per cent
-    ("solved, %", "solved_after", None), ("KL per token", "kl_per_token", 2),
-    ("KL(reference ‖ policy)", "forward_kl_per_token", 2),
-    ("English, nats per token more", "english_nats_more", 3),
-    ("questions kept, %", "questions_kept", None), ("same tokens, %", "same_tokens", None),
-    ("s a step", "s_per_step", 1), ("peak memory, GB", "peak_gb", 1)]
-
-
-def smollm2_table(name, left_out):
-    columns = [column for column in SMOLLM2 if column[1] not in left_out]
-    lines = []
-    for settings, rows in runs_of(name, sweep.SWEEPS[name]):
-        cells = [(numbers(rows, column), digits) for _, column, digits in columns]
-        lines.append([
-            f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights",
-            kind_of_kl(settings) if "kl_coef" in settings else "", coefficient(settings),
-            len(rows),
-            *(per_cent(x) if digits is None else spread(x, digits) for x, digits in cells)])
-    titles = [title for title, *_ in columns]
-    return table(["what learns", "KL", "kl_coef", "seeds", *titles], lines)
 
 
 # 2. Of lab.verify_kl: what is enumerated.
@@ -267,32 +234,30 @@ TARGETS = {
 
 def gradient_cell(rows):
     """The rows of one setting in one column -> what its expected gradient is."""
-    of_whole = [row for row in rows if row["policy"] == "one step"
-                or row["target"] == "KL of whole responses"]
-    exact = [TARGETS[row["target"]] for row in of_whole if row["claim"] == "exact"]
-    if exact:
-        return exact[0]
-    cosine = rows[0]["median cosine to sequence KL"]
-    if cosine in ("", "nan"):
+    for row in rows:
+        if row["claim"] == "exact" and (row["policy"] == "one step"
+                                        or row["target"] == "KL of whole responses"):
+            return TARGETS[row["target"]]
+    if not rows[0]["median cosine to sequence KL"]:
         return "**zero**"
-    digits = 3 if f"{float(cosine):.2f}" == "1.00" else 2
-    return f"cosine {float(cosine):.{digits}f}"
+    cosine = float(rows[0]["median cosine to sequence KL"])
+    return f"cosine {cosine:.2f}" if cosine < 0.995 else f"cosine {cosine:.3f}"
 
 
 def gradient_table():
     groups = grouped([row for row in read_csv("kl_gradients") if not row["note"]],
                      "policy", "sampled by", "estimator", "gradient", "placement")
-    columns = [("one step", "policy"), ("one step", "old"), ("3 steps, shared", "policy"),
-               ("3 steps, shared", "old")]
+    columns = {("one step", "policy"): "one token, first epoch",
+               ("one step", "old"): "one token, later epochs",
+               ("3 steps, shared", "policy"): "several tokens, first epoch",
+               ("3 steps, shared", "old"): "several tokens, later epochs"}
     lines = []
     for shown, estimator, gradient, place, use in GRADIENT_ROWS:
         any_gradient = place == "reward" or estimator in EXACT and place == "loss"
         lines.append([shown, "any" if any_gradient else gradient, place,
                       *(gradient_cell(groups[*column, estimator, gradient, place])
                         for column in columns), use])
-    return table(["`kl_estimator`", "`kl_gradient`", "`kl_in`", "one token, first epoch",
-                  "one token, later epochs", "several tokens, first epoch",
-                  "several tokens, later epochs", "use"], lines)
+    return table(["`kl_estimator`", "`kl_gradient`", "`kl_in`", *columns.values(), "use"], lines)
 
 
 def mistake_table():
@@ -300,39 +265,36 @@ def mistake_table():
     lines = []
     for row in read_csv("kl_mistakes"):
         value, size, direction = (float(row[name]) for name in ("value", "size", "cosine"))
-        gradient = f"{size:.1f} times as long, cosine {direction:.2f}"
-        if size < 1e-9:
-            gradient = "**zero**"
+        gradient = "**zero**"
+        if size > 1e-9:
+            gradient = f"{size:.1f} times as long, cosine {direction:.2f}"
         lines.append([f"`{row['formula']}`", row["in"], f"{value:.1f}", gradient])
     return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
 
 
-def variance_table():
-    lines = []
-    for (name,), rows in grouped(read_csv("kl_variance"), "gradient").items():
-        bias = float(rows[-1]["bias"])  # at the large drift
-        lines.append([name, *(f"{float(row['of k1 in the reward']):.2f}" for row in rows),
-                      "none" if bias < 1e-10 else f"{bias:.2f}"])
-    return table(["gradient of the KL of responses", "variance, small drift", "large drift",
-                  "bias, large drift"], lines)
-
-
-def explosion_table():
-    lines = []
-    for (name,), rows in grouped(read_csv("kl_explosion"), "KL term").items():
-        norms = numbers(rows, "largest gradient norm")
-        lines.append([name, f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}",
-                      f"{statistics.median(norms):.2g}",
-                      f"{statistics.median(numbers(rows, 'last KL per token')):.2f}"])
-    return table(["KL term in the loss", "seeds with a gradient norm above 1e6",
-                  "largest norm, median", "KL per token at the end, median"], lines)
-
-
-def length_table():
-    columns = ["P(answer)", "mean length", "KL per response", "KL per token"]
-    lines = [[row["KL in"], row["kl_coef"], *(f"{float(row[column]):.2f}" for column in columns)]
-             for row in read_csv("kl_length")]
-    return table(["KL in", "kl_coef", *columns], lines)
+ENUMERATED = {
+    "variance": lambda: table_of(
+        grouped(read_csv("kl_variance"), "gradient").items(),
+        {"gradient of the KL of responses": itemgetter(0)},
+        [("variance, small drift", "of k1 in the reward", lambda shares: f"{shares[0]:.2f}"),
+         ("large drift", "of k1 in the reward", lambda shares: f"{shares[1]:.2f}"),
+         ("bias, large drift", "bias",
+          lambda biases: f"{biases[1]:.2f}" if biases[1] > 1e-10 else "none")]),
+    "explosion": lambda: table_of(
+        grouped(read_csv("kl_explosion"), "KL term").items(),
+        {"KL term in the loss": itemgetter(0)},
+        [("seeds with a gradient norm above 1e6", "largest gradient norm",
+          lambda norms: f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}"),
+         ("largest norm, median", "largest gradient norm",
+          lambda norms: f"{statistics.median(norms):.2g}"),
+         ("KL per token at the end, median", "last KL per token",
+          lambda kl: f"{statistics.median(kl):.2f}")]),
+    "length": lambda: table_of(
+        grouped(read_csv("kl_length"), "KL in", "kl_coef").items(),
+        {"KL in": itemgetter(0), "kl_coef": itemgetter(1)},
+        [(column, column, lambda values: f"{values[0]:.2f}")
+         for column in ("P(answer)", "mean length", "KL per response", "KL per token")]),
+}
 
 
 # 3. Of lab.architectures, lab.crash_test and lab.bench.
@@ -363,19 +325,17 @@ SIZE_NAMES = {
     "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens"}
 
 
-def median_and_range(row, name):
-    return f"{row[f'{name}_s']} ({row[f'{name}_min_s']} to {row[f'{name}_max_s']})"
-
-
-def speed_table(alone=False):
-    """A step of starter.py and of TRL's, in turns."""
-    lines = [[SIZE_NAMES[row["size"]], row["dtype"], row["kl_penalty"],
-              median_and_range(row, "ours"), median_and_range(row, "trl"), row["ratio"],
-              *([] if alone else [row["ours_gb"], row["trl_gb"]])]
-             for row in newest("bench_alone" if alone else "bench_step", "size", "dtype",
-                               "kl_penalty")]
+def speed_table(name, memory):
+    """A step of starter.py and of TRL's, in turns. memory: {header: column of the csv file}."""
+    lines = []
+    for rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").values():
+        row = rows[-1]  # the newest
+        times = [f"{row[f'{side}_s']} ({row[f'{side}_min_s']} to {row[f'{side}_max_s']})"
+                 for side in ("ours", "trl")]
+        lines.append([SIZE_NAMES[row["size"]], row["dtype"], row["kl_penalty"], *times,
+                      *(row[column] for column in ("ratio", *memory.values()))])
     return table(["model", "dtype", "KL penalty", "starter.py, s", "TRL 1.16, s", "ratio",
-                  *([] if alone else ["GB", "TRL, GB"])], lines)
+                  *memory], lines)
 
 
 def gpu_table():
@@ -401,16 +361,11 @@ def mutant_table():
 
 RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",
         "not reached by starter.py and TRL"]
-TABLES = {
-    "penalty": penalty_table, "machines": machine_table, "coefficients": coefficient_table,
-    "divergences": divergence_table, "forgetting": forgetting_table,
-    "methods": method_table, "recipes": recipe_table,
-    "smollm2": lambda: smollm2_table("smollm2", ["forward_kl_per_token"]),
-    "smollm2_divergences": lambda: smollm2_table("smollm2_divergences", ["s_per_step", "peak_gb"]),
-    "gradients": gradient_table, "mistakes": mistake_table, "variance": variance_table,
-    "explosion": explosion_table, "length": length_table,
-    "architectures": architecture_table, "kills": kill_table, "speed": speed_table,
-    "mutants": mutant_table, "alone": lambda: speed_table(alone=True), "gpus": gpu_table,
+TABLES = RUN_TABLES | ENUMERATED | {
+    "forgetting": forgetting_table, "gradients": gradient_table, "mistakes": mistake_table,
+    "architectures": architecture_table, "kills": kill_table, "mutants": mutant_table,
+    "speed": lambda: speed_table("bench_step", {"GB": "ours_gb", "TRL, GB": "trl_gb"}),
+    "alone": lambda: speed_table("bench_alone", {}), "gpus": gpu_table,
     "race": lambda: table(RACE, race_lines("tiny")),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
@@ -436,13 +391,13 @@ def draw_learning(path):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots(1, 2)
-    groups = runs_of("learning", sweep.SWEEPS["learning"][:2])
+    groups = runs_of("learning")[:2]
     titles = {"solved": "trained task: solved, %", "other_skills": "not trained: other skills, %"}
     for axis, (name, title) in zip(axes, titles.items()):
         for (settings, rows), color in zip(groups, ("C3", "C0")):
             label = "use_kl_penalty = True" if "use_kl_penalty" in settings else "no KL penalty"
             for i, row in enumerate(rows):
-                values = [100 * value for value in curve(row, name)]
+                values = [100 * float(share) for share in row[f"curve_{name}"].split()]
                 steps = [settings["eval_every"] * step for step in range(len(values))]
                 axis.plot(steps, values, color=color, alpha=0.8, linewidth=1.2,
                           label=label if i == 0 else None)
