@@ -17,7 +17,7 @@ import math
 import sys
 from collections import defaultdict
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import starter  # before torch, for which it sets variables
 
@@ -27,21 +27,19 @@ from lab.rows import write_csv
 
 starter.find_support()  # its import adds the rules as printed
 
-LONGEST = 32  # tokens of a response in section 5; the divisor of "length_normalized_sound"
-
 
 def term(kl_estimator="k3", kl_gradient="reverse", kl_in="loss", **others):
     """Returns starter's KLSettings. Unless others say so, no ratio is cut."""
-    return starter.KLSettings(
-        kl_estimator=kl_estimator, kl_gradient=kl_gradient, kl_in=kl_in,
-        **dict(kl_ratio_cap=math.inf, max_new_tokens=LONGEST) | others)
+    return starter.KLSettings(kl_estimator=kl_estimator, kl_gradient=kl_gradient, kl_in=kl_in,
+                              **dict(kl_ratio_cap=math.inf) | others)
 
 
 def holds(value, bar):
-    """Whether a value is on the right side of a bar such as "< 0.1", "> 5" or "= 0.475"."""
+    """Whether a value is on the right side of a bar such as "< 0.1" or "> 5"; "" without a bar."""
+    if not bar:
+        return ""
     sign, number = bar.split()
-    return {"<": value < float(number), ">": value > float(number),
-            "=": abs(value - float(number)) < 2e-4}[sign]
+    return value < float(number) if sign == "<" else value > float(number)
 
 
 # 1. Enumeration.  Vocabulary, length -> every response.
@@ -71,18 +69,15 @@ def make_world(vocabulary, max_tokens, n_features=None):
             ended = token == 0 or len(prefix) + 1 == max_tokens
             (responses if ended else prefixes).append(prefix + (token,))
 
-    shape = (len(responses), max_tokens)
-    states = torch.zeros(shape, dtype=torch.long)
-    labels = torch.zeros(shape, dtype=torch.long)
-    mask = torch.zeros(shape, dtype=torch.bool)
+    states, labels = torch.zeros(2, len(responses), max_tokens, dtype=torch.long)
+    mask = torch.zeros_like(states, dtype=torch.bool)
     for i, response in enumerate(responses):
         for t, token in enumerate(response):
             states[i, t] = prefixes.index(response[:t])
             labels[i, t] = token
             mask[i, t] = True
-    if n_features is None:
-        features = torch.eye(len(prefixes))
-    else:
+    features = torch.eye(len(prefixes))
+    if n_features is not None:
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(len(prefixes), n_features, generator=generator)
     return World(states, labels, mask, features.double(), vocabulary)
@@ -189,59 +184,52 @@ def cosine(a, b):
 
 class Case(NamedTuple):
     sampled_by: str  # "policy", "old" or "sampler"
-    kl: Any  # KLSettings
-    claims: list  # of (target, "exact" or "wrong"); what is wrong is wrong as that target
+    kl: starter.KLSettings
+    claims: dict  # target: whether the gradient is exactly that
     note: str = ""
     others: dict = {}  # of expected_gradient
 
 
 def claims_of(kl, on_policy, one_step):
-    """Returns what is claimed of a setting: [(target, "exact" or "wrong")]."""
+    """Returns what is claimed of a setting: {target: whether the gradient is exactly that}."""
+    to_go = kl.kl_in == "loss_to_go" and not one_step
     if kl.kl_in == "reward":
-        return [(SEQUENCE, "exact" if kl.kl_estimator == "k1" and on_policy else "wrong")]
+        return {SEQUENCE: kl.kl_estimator == "k1" and on_policy}
     if kl.kl_estimator == "exact_forward":
-        to_go = kl.kl_in == "loss_to_go" and not one_step
-        sound = "exact" if on_policy else "wrong"
-        return [(FORWARD_SEQUENCE, sound) if to_go else (FORWARD, "exact"), (TOKEN, "wrong")]
+        forward = {FORWARD_SEQUENCE: on_policy} if to_go else {FORWARD: True}
+        return forward | {TOKEN: False}
     reverse = (kl.kl_gradient == "reverse" or kl.kl_estimator == "exact"
                or (kl.kl_estimator == "k2" and on_policy))
-    if kl.kl_in == "loss_to_go" and not one_step:
-        # A k2 of later tokens is a biased value, and the samples must be the policy's own.
-        exact = reverse and kl.kl_estimator != "k2" and on_policy
-        return [(SEQUENCE, "exact" if exact else "wrong")]
+    if to_go:  # a k2 of later tokens is a biased value, and the samples must be the policy's own
+        return {SEQUENCE: reverse and kl.kl_estimator != "k2" and on_policy}
     if reverse:  # a token's own KL; how the token changes that of later ones is missing
-        return [(TOKEN, "exact")] + ([] if one_step else [(SEQUENCE, "wrong")])
-    as_written = {
-        "k1": [(ZERO if on_policy else AWAY, "exact")],
-        "k2": [],
-        "k3": [(FORWARD, "exact" if on_policy else "wrong")],
-    }
-    return [(TOKEN, "wrong")] + as_written[kl.kl_estimator]
+        return {TOKEN: True} if one_step else {TOKEN: True, SEQUENCE: False}
+    as_written = {"k1": {ZERO if on_policy else AWAY: True}, "k2": {}, "k3": {FORWARD: on_policy}}
+    return {TOKEN: False} | as_written[kl.kl_estimator]
 
 
 def make_cases(one_step):
     """Returns the Cases of the full grid, and some more."""
-    grid = [*product(("k1", "k2", "k3", "exact"), ("reverse", "as_written"),
-                     ("loss", "loss_to_go")),
-            *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
-            *product(("k1", "k2", "k3"), ("reverse",), ("reward",))]
-    settings = [term(*setting) for setting in grid]
+    grid = [term(*setting) for setting in [
+        *product(("k1", "k2", "k3", "exact"), ("reverse", "as_written"), ("loss", "loss_to_go")),
+        *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
+        *product(("k1", "k2", "k3"), ("reverse",), ("reward",))]]
     in_reward = term("k1", kl_in="reward")
     return [
         *(Case(by, kl, claims_of(kl, by == "policy", one_step))
-          for by, kl in product(("policy", "old"), settings)),
-        *(Case("sampler", term(estimator), [(TOKEN, "exact")])
+          for by, kl in product(("policy", "old"), grid)),
+        *(Case("sampler", term(estimator), {TOKEN: True})
           for estimator in ("k1", "k2", "k3", "exact")),
-        Case("sampler", term("exact_forward"), [(FORWARD, "exact")]),
-        *(Case("sampler", term(estimator), [(TOKEN, "wrong")], "not corrected",
+        Case("sampler", term("exact_forward"), {FORWARD: True}),
+        *(Case("sampler", term(estimator), {TOKEN: False}, "not corrected",
                {"is_corrected": False}) for estimator in ("k1", "k2", "k3")),
-        Case("old", term(kl_ratio_cap=2.0), [(TOKEN, "wrong")], "r cut at 2"),
+        Case("old", term(kl_ratio_cap=2.0), {TOKEN: False}, "r cut at 2"),
         *(Case("policy", term(estimator, kl_adaptation_method="clip", kl_clip_threshold=0.3),
-               [(TOKEN, "wrong")], "min(KL, 0.3)") for estimator in ("k1", "k3", "exact")),
-        Case("policy", in_reward, [(SEQUENCE, "exact")], "constant divisor",
+               {TOKEN: False}, "min(KL, 0.3)") for estimator in ("k1", "k3", "exact")),
+        Case("policy", in_reward, {SEQUENCE: True}, "constant divisor",
              {"loss_average": "dr_grpo"}),
-        Case("policy", in_reward, [(SEQUENCE, "exact" if one_step else "wrong")],
-             "1 / own length", {"loss_average": "grpo"}),
+        Case("policy", in_reward, {SEQUENCE: one_step}, "1 / own length",
+             {"loss_average": "grpo"}),
     ]
 
 
@@ -252,9 +240,11 @@ def gradient_rows(n_policies=10):
     the median error is above 1 % of the target's norm (of the norm of the sequence KL's gradient
     where the target is zero).
     """
+    columns = ["policy", "sampled by", "placement", "estimator", "gradient", "note", "target",
+               "claim"]
     worlds = {"one step": make_world(7, 1), "3 steps, tabular": make_world(4, 3),
               "3 steps, shared": make_world(4, 3, n_features=3)}
-    measured = defaultdict(list)  # columns of a row -> for each policy error, relative, cosine
+    measured = defaultdict(list)  # columns -> for each policy error, relative, cosine
     for (name, world), seed in product(worlds.items(), range(n_policies)):
         ref, policy, old, sampler = random_policies(world, drift=1.5, staleness=1.0, seed=seed)
         samplers = {"policy": {}, "old": {"old": old}, "sampler": {"old": old, "sampler": sampler}}
@@ -266,29 +256,23 @@ def gradient_rows(n_policies=10):
             targets = targets_of[case.sampled_by]
             direction = cosine(ours, targets[SEQUENCE]) if ours.norm() > 1e-10 else math.nan
             gradient = "" if case.kl.kl_in == "reward" else case.kl.kl_gradient
-            for target, claim in case.claims:
+            for target, is_exact in case.claims.items():
                 error = (ours - targets[target]).norm()
                 size = targets[target].norm() or targets[SEQUENCE].norm()
                 key = (name, case.sampled_by, case.kl.kl_in, case.kl.kl_estimator, gradient,
-                       case.note, target, claim)
+                       case.note, target, "exact" if is_exact else "wrong")
                 measured[key].append([error.item(), (error / size).item(), direction])
-    return [gradient_row(key, errors) for key, errors in measured.items()]
-
-
-GRADIENT_COLUMNS = ("policy", "sampled by", "placement", "estimator", "gradient", "note", "target",
-                    "claim")
-
-
-def gradient_row(key, errors):
-    """key: its GRADIENT_COLUMNS; errors: for each policy error, relative error, cosine."""
-    errors = torch.tensor(errors, dtype=torch.float64)
-    largest = errors[:, 0].max().item()
-    _, median_relative, median_cosine = errors.median(dim=0).values.tolist()
-    is_exact = key[-1] == "exact"
-    return dict(zip(GRADIENT_COLUMNS, key)) | {
-        "largest error": largest, "median relative error": median_relative,
-        "median cosine to sequence KL": "" if math.isnan(median_cosine) else median_cosine,
-        "holds": holds(largest, "< 1e-10") if is_exact else holds(median_relative, "> 0.01")}
+    rows = []
+    for key, errors in measured.items():
+        errors = torch.tensor(errors, dtype=torch.float64)
+        largest = errors[:, 0].max().item()
+        _, relative, direction = errors.median(dim=0).values.tolist()
+        held = holds(largest, "< 1e-10") if key[-1] == "exact" else holds(relative, "> 0.01")
+        rows.append(dict(zip(columns, key)) | {
+            "largest error": largest, "median relative error": relative,
+            "median cosine to sequence KL": "" if math.isnan(direction) else direction,
+            "holds": held})
+    return rows
 
 
 # Penalties as published code has them, of one token: formula, placement, and the value. In the loss
@@ -343,22 +327,18 @@ GRADIENTS = {
 }
 
 
-def gradient_errors(world, policy, ref):
-    """Returns {name of GRADIENTS: (bias, variance)} of the gradient that one response gives. Bias:
-    against the gradient of the sequence KL, as a share of its norm. Variance: trace of the
-    covariance."""
+def bias_and_variance(world, policy, ref, kl):
+    """Of the gradient that one response gives. Bias: against the gradient of the sequence KL, as a
+    share of its norm. Variance: trace of the covariance."""
     target = exact_gradients(world, policy, ref, policy)[SEQUENCE].flatten()
-    errors = {}
-    for name, kl in GRADIENTS.items():
-        weight = policy.clone().requires_grad_()
-        loss, p = token_loss(world, weight, ref, kl=kl)
-        each = torch.stack([  # (B, V * H)
-            torch.autograd.grad(of_response, weight, retain_graph=True)[0].flatten()
-            for of_response in loss.sum(dim=1)])
-        mean = p @ each
-        bias = (mean - target).norm() / target.norm()
-        errors[name] = [bias, p @ (each - mean).square().sum(dim=1)]
-    return errors
+    weight = policy.clone().requires_grad_()
+    loss, p = token_loss(world, weight, ref, kl=kl)
+    each = torch.stack([  # (B, V * H)
+        torch.autograd.grad(of_response, weight, retain_graph=True)[0].flatten()
+        for of_response in loss.sum(dim=1)])
+    mean = p @ each
+    bias = (mean - target).norm() / target.norm()
+    return [bias, p @ (each - mean).square().sum(dim=1)]
 
 
 def variance_rows(n_policies=3):
@@ -366,39 +346,36 @@ def variance_rows(n_policies=3):
     features."""
     world = make_world(7, 3, 8)
     rows = []
-    for drift, size in (("small", 0.1), ("large", 1.5)):
-        errors = defaultdict(list)
+    for (drift, size), (name, kl) in product((("small", 0.1), ("large", 1.5)), GRADIENTS.items()):
+        errors = []
         for seed in range(n_policies):
             ref, policy, _, _ = random_policies(world, size, 0.0, seed)
-            for name, of_policy in gradient_errors(world, policy, ref).items():
-                errors[name].append(of_policy)
-        means = {name: torch.tensor(of_name).double().mean(dim=0).tolist()
-                 for name, of_name in errors.items()}
-        for name, (bias, variance) in means.items():
-            share = variance / means["k1 in the reward"][1]
-            bar = "< 0.1" if (name, drift) == ("exact loss_to_go", "small") else ""
-            rows.append({"gradient": name, "drift": drift, "bias": bias,
-                         "of k1 in the reward": share, "bar": bar,
-                         "holds": bar and holds(share, bar)})
+            errors.append(bias_and_variance(world, policy, ref, kl))
+        bias, variance = torch.tensor(errors).double().mean(dim=0).tolist()
+        if name == "k1 in the reward":  # the first of GRADIENTS
+            of_k1 = variance
+        bar = "< 0.1" if (name, drift) == ("exact loss_to_go", "small") else ""
+        rows.append({"gradient": name, "drift": drift, "bias": bias,
+                     "of k1 in the reward": variance / of_k1, "bar": bar,
+                     "holds": holds(variance / of_k1, bar)})
     return rows
 
 
 # 4. Explosion.  A low-rank policy in float32, sampled, several updates per rollout -> the largest
 #    gradient norm.
 
-EXPLOSION = {  # name: coefficient, KLSettings
-    "none": (0.0, starter.KLSettings()),
-    "k3 as written": (0.04, starter.KLSettings(kl_gradient="as_written")),
-    "k3 as written, min(k3, 10)": (0.04, starter.KLSettings(
-        kl_gradient="as_written", kl_adaptation_method="clip", kl_clip_threshold=10.0)),
-    "k1 as written": (0.04, starter.KLSettings(kl_estimator="k1", kl_gradient="as_written")),
-    "k3, reverse (default)": (0.04, starter.KLSettings()),
-    "k3, reverse, d cut at 5": (0.04, starter.KLSettings(
-        kl_adaptation_method="clip_sound", kl_clip_threshold=5.0)),
+EXPLOSION = {  # name: changes of the KLSettings
+    "none": dict(kl_coef=0.0),
+    "k3 as written": dict(kl_gradient="as_written"),
+    "k3 as written, min(k3, 10)": dict(kl_gradient="as_written", kl_adaptation_method="clip",
+                                       kl_clip_threshold=10.0),
+    "k1 as written": dict(kl_estimator="k1", kl_gradient="as_written"),
+    "k3, reverse (default)": {},
+    "k3, reverse, d cut at 5": dict(kl_adaptation_method="clip_sound", kl_clip_threshold=5.0),
     # There the value of later tokens, exp(-d) and all, is in the gradient.
-    "k3 loss_to_go": (0.04, starter.KLSettings(kl_in="loss_to_go")),
-    "exact in the loss": (0.04, starter.KLSettings(kl_estimator="exact")),
-    "exact loss_to_go": (0.04, starter.KLSettings(kl_estimator="exact", kl_in="loss_to_go")),
+    "k3 loss_to_go": dict(kl_in="loss_to_go"),
+    "exact in the loss": dict(kl_estimator="exact"),
+    "exact loss_to_go": dict(kl_estimator="exact", kl_in="loss_to_go"),
 }
 VOCABULARY, WIDTH, RANK = 128, 32, 16
 N_RESPONSES, N_TOKENS = 128, 16
@@ -406,7 +383,7 @@ DIVISOR = 256  # tokens per response by which the loss divides
 EPOCHS, N_ROLLOUTS = 8, 15
 
 
-def explosion_run(seed, kl_coef, kl):
+def explosion_run(seed, kl):
     """One training run. Returns the largest gradient norm before clipping, the last one, and the
     KL at the end.
 
@@ -426,44 +403,33 @@ def explosion_run(seed, kl_coef, kl):
     ref_up, ref_down = up.clone(), down.clone()
     optimizer = torch.optim.Adam([up.requires_grad_(), down.requires_grad_()], 0.03)
 
-    def sample():
-        first = torch.randint(VOCABULARY, (N_RESPONSES // 8, 1), generator=generator)
-        tokens = first.repeat_interleave(8, dim=0)
-        for _ in range(N_TOKENS):
-            p = (embedding[tokens[:, -1]] @ up @ down.T).softmax(dim=1)
-            tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], dim=1)
-        return tokens
-
-    def update(tokens, advantages, old_log_probs):
-        """One Adam step. Returns the gradient norm, the log-probs before it, and the exact KL."""
-        hidden = embedding[tokens[:, :-1].flatten()]  # (N, WIDTH)
-        labels = tokens[:, 1:]  # (B, T)
+    norms = []
+    for _, epoch in product(range(N_ROLLOUTS), range(EPOCHS)):
+        if epoch == 0:
+            first = torch.randint(VOCABULARY, (N_RESPONSES // 8, 1), generator=generator)
+            tokens = first.repeat_interleave(8, dim=0)
+            for _ in range(N_TOKENS):
+                p = (embedding[tokens[:, -1]] @ up @ down.T).softmax(dim=1).detach()
+                tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], dim=1)
+            hidden = embedding[tokens[:, :-1].flatten()]  # (N, WIDTH)
+            labels = tokens[:, 1:]  # (B, T)
+            rewards = torch.isin(labels, liked).float().mean(dim=1)
+            advantages, _ = starter.compute_group_normalized_advantages(rewards, 8, 1e-6, True)
         statistics = starter.statistics_of_logits(hidden @ up @ down.T, labels.flatten(), 1.0,
                                                   hidden @ ref_up @ ref_down.T)
         log_probs, _, ref_log_probs, exact_kl, _ = (x.view(labels.shape) for x in statistics)
-        old_log_probs = log_probs.detach() if old_log_probs is None else old_log_probs
+        if epoch == 0:
+            old_log_probs = log_probs.detach()
         loss, _ = starter.compute_loss(advantages[:, None], log_probs, old_log_probs, 0.2,
-                                       ref_log_probs, kl_coef, None, kl, exact_kl)
+                                       ref_log_probs, kl.kl_coef, None, kl, exact_kl)
         optimizer.zero_grad()
         (loss * starter.AVERAGES["dr_grpo"](torch.ones_like(loss), DIVISOR)).sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_([up, down], 1.0).item()
-        if math.isfinite(norm):
-            optimizer.step()
-        return norm, old_log_probs, exact_kl.mean().item()
-
-    norms = [0.0]
-    for _ in range(N_ROLLOUTS):
-        with torch.no_grad():
-            tokens = sample()
-        rewards = torch.isin(tokens[:, 1:], liked).float().mean(dim=1)
-        advantages, _ = starter.compute_group_normalized_advantages(rewards, 8, 1e-6, True)
-        old_log_probs = None
-        for _ in range(EPOCHS):
-            if math.isfinite(norms[-1]):  # otherwise the run has ended
-                norm, old_log_probs, kl_per_token = update(tokens, advantages, old_log_probs)
-                norms.append(norm)
+        norms.append(torch.nn.utils.clip_grad_norm_([up, down], 1.0).item())
+        if not math.isfinite(norms[-1]):
+            break
+        optimizer.step()
     return {"largest gradient norm": max(norm for norm in norms if not math.isnan(norm)),
-            "last gradient norm": norms[-1], "last KL per token": kl_per_token}
+            "last gradient norm": norms[-1], "last KL per token": exact_kl.mean().item()}
 
 
 def explosion_rows(n_seeds=5):
@@ -471,31 +437,32 @@ def explosion_rows(n_seeds=5):
     not finite."""
     bars = {"k3 as written": "> 1e6", "k3, reverse (default)": "< 1"}
     rows = []
-    for (name, (kl_coef, kl)), seed in product(EXPLOSION.items(), range(n_seeds)):
-        row = {"KL term": name, "seed": seed} | explosion_run(seed, kl_coef, kl)
+    for (name, changes), seed in product(EXPLOSION.items(), range(n_seeds)):
+        kl = starter.KLSettings(**dict(kl_coef=0.04) | changes)
+        row = {"KL term": name, "seed": seed} | explosion_run(seed, kl)
         bar = bars.get(name, "")
-        rows.append(row | {"bar": bar, "holds": bar and holds(row["largest gradient norm"], bar)})
+        rows.append(row | {"bar": bar, "holds": holds(row["largest gradient norm"], bar)})
     return rows
 
 
 # 5. Length.  One rare answer token, then filler or stop; the expected gradient over all lengths ->
 #    which KL term makes responses longer.
 
-def in_reward(adaptation="none"):
-    return term("k1", kl_in="reward", kl_adaptation_method=adaptation)
-
-
-LENGTHS = [  # name, coefficient, what the loss divides by, KLSettings, bar of the mean length
-    ("none", 0.0, "dr_grpo", term(), "< 5.1"),
-    ("sum of KL in the reward", 0.05, "dr_grpo", in_reward(), "< 5.1"),
-    ("KL / constant in the reward", 0.05, "dr_grpo", in_reward("length_normalized_sound"),
-     "< 5.1"),
-    *((f"KL / own length in the reward, {kl_coef}", kl_coef, "dr_grpo",
-       in_reward("length_normalized"), "> 8") for kl_coef in (0.05, 0.2, 1.0)),
-    ("exact in the loss", 0.05, "dr_grpo", term("exact"), "< 5.1"),
-    ("exact loss_to_go", 0.05, "dr_grpo", term("exact", kl_in="loss_to_go"), "< 5.1"),
-    ("k1 as written, mean of each response", 0.05, "grpo", term("k1", "as_written"), "> 25"),
-]
+LONGEST = 32  # tokens of a response
+IN_REWARD = dict(kl_estimator="k1", kl_in="reward")
+LENGTHS = {  # name: changes of the KLSettings, bar of the mean length
+    "none": (dict(kl_coef=0.0), "< 5.1"),
+    "sum of KL in the reward": (IN_REWARD, "< 5.1"),
+    "KL / constant in the reward": (
+        IN_REWARD | dict(kl_adaptation_method="length_normalized_sound"), "< 5.1"),
+    **{f"KL / own length in the reward, {kl_coef}": (
+        IN_REWARD | dict(kl_adaptation_method="length_normalized", kl_coef=kl_coef), "> 8")
+       for kl_coef in (0.05, 0.2, 1.0)},
+    "exact in the loss": (dict(kl_estimator="exact"), "< 5.1"),
+    "exact loss_to_go": (dict(kl_estimator="exact", kl_in="loss_to_go"), "< 5.1"),
+    "k1 as written, mean of each response": (
+        dict(kl_estimator="k1", kl_gradient="as_written", loss_average="grpo"), "> 25"),
+}
 
 
 def length_world(p_answer=0.05, p_stop=0.25):
@@ -516,34 +483,31 @@ def length_world(p_answer=0.05, p_stop=0.25):
     return world, torch.tensor(p).double().log().T.contiguous(), (first == 0).double()
 
 
-def length_run(kl_coef, divisor, kl, steps=600):
-    """Returns P(answer), mean length, KL per response and per token after Adam on the expected
-    gradient."""
+def length_rows(steps=600):
+    """Returns the rows of kl_length.csv: after Adam on the expected gradient. The reference's mean
+    length is 5.0 tokens."""
     world, ref, reward = length_world()
-    weight = ref.clone().requires_grad_()
-    optimizer = torch.optim.Adam([weight], 0.05)
-    # The probability of a response takes the place of 1 / B.
-    share = starter.AVERAGES[divisor](world.mask.double(), LONGEST) * len(world.mask)
-    for _ in range(steps + 1):
-        log_probs, _, ref_log_probs, _, _ = (x.detach() for x in look_up(world, weight, ref))
-        p = log_probs.sum(dim=1).exp()
-        loss, _ = token_loss(world, weight, ref, None, reward - p @ reward, kl_coef, kl)
-        optimizer.zero_grad()
-        (p[:, None] * share * loss).sum().backward()
-        optimizer.step()
-    length = (p @ world.mask.double().sum(dim=1)).item()
-    kl_of_response = (p @ (log_probs - ref_log_probs).sum(dim=1)).item()
-    return {"P(answer)": (p @ reward).item(), "mean length": length,
-            "KL per response": kl_of_response, "KL per token": kl_of_response / length}
-
-
-def length_rows():
-    """Returns the rows of kl_length.csv. The reference's mean length is 5.0 tokens."""
     rows = []
-    for name, kl_coef, divisor, kl, bar in LENGTHS:
-        row = length_run(kl_coef, divisor, kl)
-        rows.append({"KL in": name, "kl_coef": kl_coef, **row, "bar": bar,
-                     "holds": holds(row["mean length"], bar)})
+    for name, (changes, bar) in LENGTHS.items():
+        kl = starter.KLSettings(**dict(kl_coef=0.05, loss_average="dr_grpo", max_new_tokens=LONGEST)
+                                | changes)
+        weight = ref.clone().requires_grad_()
+        optimizer = torch.optim.Adam([weight], 0.05)
+        # The probability of a response takes the place of 1 / B.
+        share = starter.AVERAGES[kl.loss_average](world.mask.double(), LONGEST) * len(world.mask)
+        for _ in range(steps + 1):
+            log_probs, _, ref_log_probs, _, _ = (x.detach() for x in look_up(world, weight, ref))
+            p = log_probs.sum(dim=1).exp()
+            loss, _ = token_loss(world, weight, ref, None, reward - p @ reward, kl.kl_coef, kl)
+            optimizer.zero_grad()
+            (p[:, None] * share * loss).sum().backward()
+            optimizer.step()
+        length = (p @ world.mask.double().sum(dim=1)).item()
+        kl_of_response = (p @ (log_probs - ref_log_probs).sum(dim=1)).item()
+        rows.append({"KL in": name, "kl_coef": kl.kl_coef, "P(answer)": (p @ reward).item(),
+                     "mean length": length, "KL per response": kl_of_response,
+                     "KL per token": kl_of_response / length, "bar": bar,
+                     "holds": holds(length, bar)})
     return rows
 
 
@@ -560,14 +524,12 @@ def cell(value):
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def run(experiments, names):
-    """Writes lab/results/kl_<name>.csv for each experiment, prints the claims, and ends the
-    program."""
+if __name__ == "__main__":
     torch.set_num_threads(1)  # tensors of a few hundred numbers: more threads only wait
     held = []
-    for name in names or experiments:
+    for name in sys.argv[1:] or EXPERIMENTS:
         rows = [{column: cell(value) for column, value in row.items()}
-                for row in experiments[name]()]
+                for row in EXPERIMENTS[name]()]
         write_csv(f"kl_{name}", rows)
         for row in rows:
             if row["holds"]:
@@ -575,7 +537,3 @@ def run(experiments, names):
                 print(*row.values(), sep=" | ", flush=True)
     print(f"{sum(held)} of {len(held)} claims held")
     sys.exit(0 if all(held) else 1)
-
-
-if __name__ == "__main__":
-    run(EXPERIMENTS, sys.argv[1:])
