@@ -1,7 +1,6 @@
 """Runs of starter.py on one NVIDIA GPU, sampled by transformers -> lab/results/gpu.csv.
 
-    python -m lab.gpu --runs 0 1              some of RUNS, a row each; without --runs all
-    python -m lab.gpu --runs 0 3 --together   at once, without their times
+    python -m lab.gpu --runs 0 1    some of RUNS, a row each; without --runs all
 
 The built-in model and SmolLM2 (lab/real_model.py) are trained by their presets. Qwen3's shapes have
 random weights and rewards, so that nearly all responses are cut at 256 tokens; three steps of the
@@ -11,7 +10,6 @@ torch's tensors took; formula_gb is what support/memory.py predicts of it.
 import argparse
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lab import bench, real_model
@@ -46,7 +44,7 @@ def formula_gb(settings):
     return sum(memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch).values())
 
 
-def row_of(model, changes, with_times):
+def row_of(model, changes):
     """Returns the row of one run, in a process of its own."""
     import torch
     with tempfile.TemporaryDirectory() as folder:
@@ -57,8 +55,8 @@ def row_of(model, changes, with_times):
     later = {tag: statistics.median(x for step, x in logged[tag] if step > 1)
              for tag in ("time/total", "time/rollout", "train/sampler_logprob_diff")}
     return {"model": model, "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-            "step_s": f"{later['time/total']:.2f}" if with_times else "",
-            "rollout_s": f"{later['time/rollout']:.2f}" if with_times else "",
+            "step_s": f"{later['time/total']:.2f}",
+            "rollout_s": f"{later['time/rollout']:.2f}",
             "gb": f"{result['gb']:.1f}", "formula_gb": f"{formula:.1f}",
             "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
             "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
@@ -68,19 +66,10 @@ def row_of(model, changes, with_times):
 def main():
     parser = argparse.ArgumentParser(description="runs of starter.py on one NVIDIA GPU")
     parser.add_argument("--runs", nargs="*", type=int, default=range(len(RUNS)))
-    parser.add_argument("--together", action="store_true", help="at once, without their times")
-    given = parser.parse_args()
-
-    def measure(number):
-        try:
-            row = row_of(*RUNS[number], not given.together)
-            print(row, flush=True)
-            append_rows("gpu", [row])
-        except RuntimeError as error:
-            print(f"{RUNS[number]}: {error}", flush=True)
-
-    with ThreadPoolExecutor(len(given.runs) if given.together else 1) as pool:
-        list(pool.map(measure, given.runs))
+    for number in parser.parse_args().runs:
+        row = row_of(*RUNS[number])
+        print(row, flush=True)
+        append_rows("gpu", [row])
 
 
 if __name__ == "__main__":

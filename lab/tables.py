@@ -359,6 +359,10 @@ def mutant_table():
 
 # 4. The pages.
 
+GPU = {  # header: column
+    "model": "model", "settings": "settings", "solved, %": "solved", "s a step": "step_s",
+    "of them sampling": "rollout_s", "GB": "gb", "GB by the formula": "formula_gb",
+    "nats between sampler and trainer": "sampler_diff"}
 RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",
         "not reached by starter.py and TRL"]
 TABLES = RUN_TABLES | ENUMERATED | {
@@ -366,6 +370,8 @@ TABLES = RUN_TABLES | ENUMERATED | {
     "architectures": architecture_table, "kills": kill_table, "mutants": mutant_table,
     "speed": lambda: speed_table("bench_step", {"GB": "ours_gb", "TRL, GB": "trl_gb"}),
     "alone": lambda: speed_table("bench_alone", {}), "gpus": gpu_table,
+    "gpu": lambda: table(GPU, [[row[column] for column in GPU.values()]
+                               for row in read_csv("gpu")]),
     "race": lambda: table(RACE, race_lines("tiny")),
 }
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
