@@ -164,11 +164,6 @@ MODES = {"plain": lambda case: None, "support": attach_fast, "LoRA": add_adapter
 # "wrong", and where; "warned": wrong, and the log of the first step says so; "not built".
 
 def examine(name, mode, folder):
-    row = examine_in(name, mode, Path(folder))
-    return row | {"where": row.get("where", "").replace(f"{folder}/", "")}
-
-
-def examine_in(name, mode, folder):
     row = {"name": name, "mode": mode, "verdict": "right"}
     try:
         case = make_case(name, folder)
@@ -203,32 +198,28 @@ def sentence(error):
 
 def examine_in_process(name, mode):
     """examine(name, mode) in a forked process that is ended after SECONDS."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(SECONDS)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        with tempfile.TemporaryDirectory() as folder:
-            row = examine(name, mode, folder)
-        os.write(write_end, json.dumps(row).encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end, "rb") as file:
-        answer = file.read()
-    _, status = os.waitpid(child, 0)
-    if answer:
-        return json.loads(answer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "row.json")
+        child = os.fork()
+        if child == 0:
+            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            row = examine(name, mode, Path(folder))
+            path.write_text(json.dumps(row).replace(f"{folder}/", ""))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return json.loads(path.read_text())
     return {"name": name, "mode": mode, "verdict": "wrong", "where": f"ended with status {status}"}
 
 
 def main(wanted):
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    columns = dict.fromkeys(["name", "mode", "verdict", "where",
-                             *(check.__name__ for check in CHECKS)], "")
+    columns = ["name", "mode", "verdict", "where", *(check.__name__ for check in CHECKS)]
     rows = []
     for name, mode in itertools.product(sorted(ROWS), MODES):
         if not wanted or name.startswith(tuple(wanted)):
-            rows.append(columns | examine_in_process(name, mode))
+            rows.append(dict.fromkeys(columns, "") | examine_in_process(name, mode))
             print(*rows[-1].values(), sep=" | ", flush=True)
     if not wanted:
         write_csv("architectures", [row | versions for row in rows])

