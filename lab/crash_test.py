@@ -13,8 +13,6 @@ random phase. Compared bit for bit are the saved model, the weights, AdamW's mom
 in the last checkpoint, and every number in TensorBoard but times and memory, with its step.
 """
 import argparse
-import csv
-import functools
 import hashlib
 import json
 import os
@@ -28,16 +26,13 @@ import threading
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = REPOSITORY / "lab" / "results" / "kills.csv"
 # Times and memory; settings, whose tuples come back as lists.
 NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")
 PHASES = ("rollout", "update", "save", "evaluate")
-SETTINGS = dict(
-    rollout_batch_size=16, group_size=4, max_new_tokens=8,
-    max_tokens_per_microbatch=400, learning_rate=1e-3, warmup_steps=3, epochs_per_rollout=2,
-    n_train_steps=6, save_every=2, eval_every=3, n_eval_problems=20, use_kl_penalty=True,
-    kl_coef=0.1, kl_adaptation_method="target_sound")
+SETTINGS = dict(rollout_batch_size=16, group_size=4, max_new_tokens=8, learning_rate=1e-3,
+                warmup_steps=3, epochs_per_rollout=2, max_tokens_per_microbatch=400,
+                n_train_steps=6, save_every=2, eval_every=3, n_eval_problems=20,
+                use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound")
 
 
 def noisy_variety(text, problem):
@@ -59,7 +54,6 @@ def child(settings):
     def wrap(phase, owner, name):
         real = getattr(owner, name)
 
-        @functools.wraps(real)
         def wrapped(*args, **kwargs):
             print(f"phase {phase} {time.monotonic()}", flush=True)  # in one piece: it may be killed
             return real(*args, **kwargs)
@@ -145,10 +139,11 @@ def random_kill(number, phases):
 
 
 def main(kills, engine, alone, lora, processes, device):
+    from lab.rows import REPOSITORY, append_rows  # child() runs where there is no lab/
     parts = ("starter.py alone" if alone else "support/") + ", LoRA" * lora
     parts += f", {processes} processes" * (processes > 1) + f", {device}" * (device != "cpu")
     n_same = 0
-    with tempfile.TemporaryDirectory() as folder, open(RESULTS, "a", newline="") as file:
+    with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         code = folder / "code"  # a copy, since somebody may be editing the repository
         code.mkdir()
@@ -172,7 +167,7 @@ def main(kills, engine, alone, lora, processes, device):
             _, killed, _ = run(settings, code, processes, kill)
             _, status, printed = run(settings | {"resume": True}, code, processes)
             step = printed.partition("resumed: ")[2].partition("\n")[0].partition(" after ")[2]
-            ours = outcome(trial) if status == 0 else (None, None)
+            ours = outcome(trial) if status == 0 else ({}, {})
             row = {"engine": engine, "parts": parts, "kill": number, "phase": kill[0],
                    "occurrence": kill[1], "ms_into_it": round(1000 * kill[2]),
                    "killed": killed == -signal.SIGKILL, "went_on": step or "from the start",
@@ -180,10 +175,8 @@ def main(kills, engine, alone, lora, processes, device):
             print(*row.values(), flush=True)
             n_same += row["killed"] and ours == whole
             if ours != whole:
-                print(printed, *(dict(ours[i] or ()).items() ^ whole[i].items() for i in (0, 1)))
-            if file.tell() == 0:
-                file.write(",".join(row) + "\n")
-            csv.writer(file, lineterminator="\n").writerow(row.values())
+                print(printed, *(ours[i].items() ^ whole[i].items() for i in (0, 1)))
+            append_rows("kills", [row])
     print(f"{engine}, {parts}: {n_same} of {kills} killed runs ended with the same bits")
     sys.exit(n_same != kills)
 

@@ -19,23 +19,19 @@ from lab import bench
 from lab.rows import append_rows, read_csv, where
 from lab.sweep import start_of
 
-CONTESTS = {  # by preset of starter.py; rows: at once, for TRL, of which the quickest is taken
-    "tiny": dict(seeds=range(16), goals=(0.70, 0.75), rows=(256, 128, 64)),
-}
+SEEDS = range(16)
+GOALS = (0.70, 0.75)  # shares of the held-out problems
+TRL_ROWS = (256, 128, 64)  # at once, of which the quickest is taken
 EVALUATE_EVERY = 5  # steps
 
 
 # 1. Runs, each in a process of its own -> [step, seconds of all steps so far, solved].
 
-def run_ours(settings, contest):
+def run_ours(settings):
     """main() itself evaluates, and logs the seconds of its steps."""
     logged = bench.run_ours(settings | {"eval_every": EVALUATE_EVERY})["logged"]
     seconds = [0.0, *itertools.accumulate(x for _, x in logged["time/total"])]
     return [[step, seconds[step], solved] for step, solved in logged["eval/solved"]]
-
-
-def run_trl(settings, contest):
-    return bench.run_trl(settings, bench.quickest_rows(settings, contest["rows"]), "race")
 
 
 def train_with_trl(settings, rows):
@@ -46,26 +42,17 @@ def train_with_trl(settings, rows):
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
     held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
     problems = starter.Problems([], held_out, [])
-    notes = []
-
-    def note(step, seconds, model):
-        metrics, _ = starter.evaluate(model, None, tokenizer, problems, cfg)
-        notes.append([step, seconds, metrics["solved"]])
-
-    note(0, 0.0, policy)
-    so_far = 0.0
+    solved = {}  # {step: share}
 
     def after_step(step, seconds, model):
-        nonlocal so_far
-        so_far += seconds
         if step % EVALUATE_EVERY == 0:
-            note(step, so_far, model)
+            metrics, _ = starter.evaluate(model, None, tokenizer, problems, cfg)
+            solved[step] = metrics["solved"]
 
-    bench.train_with_trl(settings, rows, after_step)
-    return notes
-
-
-SIDES = {"starter.py": run_ours, "TRL": run_trl}
+    after_step(0, 0.0, policy)
+    of_steps = bench.train_with_trl(settings, rows, after_step)["seconds"]
+    seconds = [0.0, *itertools.accumulate(of_steps)]
+    return [[step, seconds[step], share] for step, share in solved.items()]
 
 
 # 2. Reading the rows.
@@ -92,19 +79,15 @@ def time_to(points, goal):
     return next((seconds for seconds, solved in smoothed(points) if solved >= goal), None)
 
 
-def pairs_of(runs):
-    """[(ours, TRL's)] for the seeds that both sides have run."""
-    return [(runs["starter.py", seed], runs["TRL", seed])
-            for side, seed in sorted(runs) if side == "starter.py" and ("TRL", seed) in runs]
-
-
 def race_lines(name):
     """Cells of the table: one line for each goal, and for all steps. In the median ratio a seed
     counts as the largest ratio where only TRL missed the goal, and as the smallest where only we
     did. The other columns are of the seeds where both reached it."""
-    pairs = pairs_of(read_runs(name))
+    runs = read_runs(name)
+    pairs = [(runs["starter.py", seed], runs["TRL", seed])  # of seeds that both sides have run
+             for side, seed in sorted(runs) if side == "starter.py" and ("TRL", seed) in runs]
     lines = []
-    for goal in (*CONTESTS[name]["goals"], None) if pairs else ():
+    for goal in (*GOALS, None) if pairs else ():
         times = [[time_to(points, goal) for points in pair] for pair in pairs]
         both = [(ours, trl) for ours, trl in times if None not in (ours, trl)]
         ratios = [trl / ours for ours, trl in both]
@@ -125,17 +108,19 @@ def race_lines(name):
 
 def main():
     parser = argparse.ArgumentParser(description="time to a solved rate, beside TRL")
-    parser.add_argument("name", choices=CONTESTS)
-    parser.add_argument("--seeds", nargs="+", type=int, help="by default those of the contest")
+    parser.add_argument("name", choices=["tiny"], help="the preset")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="by default 0 to 15")
     given = parser.parse_args()
-    contest = CONTESTS[given.name]
-    for seed in given.seeds or contest["seeds"]:
+    for seed in given.seeds:
         settings = dict(preset=given.name, model_id=str(start_of(given.name)), seed=seed,
                         noise=False, save_every=0)
-        for side in list(SIDES)[::1 if seed % 2 == 0 else -1]:
+        for side in ("starter.py", "TRL")[::1 if seed % 2 == 0 else -1]:
             if (side, seed) in read_runs(given.name):
                 continue
-            notes = SIDES[side](settings, contest)
+            if side == "starter.py":
+                notes = run_ours(settings)
+            else:
+                notes = bench.run_trl(settings, bench.quickest_rows(settings, TRL_ROWS), "race")
             append_rows(f"race_{given.name}", [
                 {"side": side, "seed": seed, "step": step, "seconds": f"{seconds:.2f}",
                  "solved": f"{solved:.4f}"} | where() for step, seconds, solved in notes])

@@ -51,8 +51,7 @@ METHODS = [BASE | dict(kl_adaptation_method=method) | changes for method, change
     ("length_normalized", dict(kl_estimator="k1", kl_in="reward")), ("dynamic", {}),
     ("sigmoid", {}), ("target", dict(kl_target=0.05)),  # as in print
     ("dynamic_sound", {}), ("sigmoid_sound", {}), ("clip_sound", dict(kl_estimator="k3")),
-    ("length_normalized_sound", {}),
-)]
+    ("length_normalized_sound", {}))]
 SMOLLM2 = dict(preset="smollm2")
 LORA = dict(lora_rank=16, learning_rate=2e-4)
 TWICE = dict(epochs_per_rollout=2)
@@ -75,11 +74,11 @@ SWEEPS = {
     "learning": [settings | dict(eval_every=10) for settings in ({}, ON, TARGET)],
     "kl": [HOT, BASE, *METHODS],
     "kl_divergences": DIVERGENCES,
-    "recipes": [*RECIPES, *(ON | settings for settings in (  # those that change the KL's part
-        {}, *(dict(recipe=name) for name in ("maxrl", "moving_reference", "rloo"))))],
-    "smollm2": [SMOLLM2 | what | penalty for what, penalty in (
-        ({}, {}), *(({}, ON | dict(kl_coef=kl_coef)) for kl_coef in (0.03, 0.1, 0.3)),
-        (LORA, {}), (LORA, ON | dict(kl_coef=0.3)))],
+    "recipes": [*RECIPES, ON,  # with the penalty those that change the KL's part
+                *(ON | dict(recipe=name) for name in ("maxrl", "moving_reference", "rloo"))],
+    "smollm2": [SMOLLM2 | what for what in (
+        {}, *(ON | dict(kl_coef=kl_coef) for kl_coef in (0.03, 0.1, 0.3)),
+        LORA, LORA | ON | dict(kl_coef=0.3))],
     # with the KL that forgetting is compared with, at coefficients that the sweep above leaves out
     "smollm2_divergences": [SMOLLM2 | what for what in (
         {}, *(ON | dict(kl_coef=kl_coef) for kl_coef in (0.2, 0.3)),
@@ -115,9 +114,8 @@ def train(settings, seed, text):
     preset = settings.get("preset", "tiny")
     start = start_of(preset)
     with tempfile.TemporaryDirectory() as out_dir:
-        result = starter.main(**dict(
-            preset=preset, model_id=str(start), seed=seed, eval_every=0, save_every=0,
-            out_dir=out_dir) | settings)
+        result = starter.main(**dict(preset=preset, model_id=str(start), seed=seed, eval_every=0,
+                                     save_every=0, out_dir=out_dir) | settings)
         folder = result["run_folder"]
         row = {"settings": key_of(settings), "seed": seed}
         for moment in ("before", "after"):
@@ -137,13 +135,11 @@ def measure_kl(start, folder):
 
     import starter
     settings = json.loads((folder / "settings.json").read_text("utf-8"))
-    cfg = starter.cfg_with(**{name: value for name, value in settings.items() if name != "reward"}
-                           | {"device": "cpu", "bf16": False})
+    cfg = starter.cfg_with(**settings | dict(reward=starter.reward_fn, device="cpu", bf16=False))
     ref_model, tokenizer = starter.init_policy(start, "cpu")
     policy, _ = starter.init_policy(folder / "model", "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
-    _, held_out, _ = starter.load_problems(cfg)
-    held_out = starter.with_prompt_ids(held_out, policy, tokenizer, cfg)
+    held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
     prompts = [problem["prompt_ids"] for problem in held_out]
     responses = starter.rollout_with_transformers(policy, prompts, cfg, 0, 1, 1.0)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
@@ -168,11 +164,11 @@ def read_log(folder):
               for tag in log.Tags()["scalars"]}
     seconds = logged["time/total"].values()
     every = 1 if len(seconds) <= 50 else 5
+    kls = logged.get("train/kl_per_token", {}).values()
     row = {"steps": len(seconds), "seconds": round(sum(seconds), 1),
            "s_per_step": round(statistics.median(seconds), 3),
-           "largest_grad_norm": f"{max(logged['train/grad_norm'].values()):.4g}"}
-    kls = logged.get("train/kl_per_token", {})
-    row["largest_kl"] = f"{max(kls.values()):.4g}" if kls else ""
+           "largest_grad_norm": f"{max(logged['train/grad_norm'].values()):.4g}",
+           "largest_kl": f"{max(kls):.4g}" if kls else ""}
     skills = [tag for tag in logged if tag.startswith("eval/retention_")]
     if skills:
         CURVES["other_skills"] = "eval/other_skills"
@@ -187,19 +183,9 @@ def read_log(folder):
 
 # 3. All runs.
 
-def copy_with(recipe, folder):
-    """Copies what a run needs to the folder, and applies the patch of a recipe there."""
-    for part in ("support", "lab"):
-        shutil.copytree(REPOSITORY / part, folder / part,
-                        ignore=shutil.ignore_patterns("results", "figures", "__pycache__"))
-    shutil.copy(REPOSITORY / "starter.py", folder)
-    patches = [str(REPOSITORY / "recipes" / f"{name}.patch") for name in recipe.split("+")]
-    subprocess.run(["git", "apply", *patches], cwd=folder, check=True,
-                   env=os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
-
-
 def run_one(settings, seed, text, threads):
-    """Returns the row of one run, made by a process of its own."""
+    """Returns the row of one run, made by a process of its own; with a recipe, in a copy of what a
+    run needs, to which the recipe's patches are applied."""
     changes = dict(settings)
     recipe = changes.pop("recipe", None)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | changes.pop("environment", {})
@@ -207,8 +193,14 @@ def run_one(settings, seed, text, threads):
     if recipe is None:
         row = json.loads(run_python(job, environment=environment))
         return row | {"settings": key_of(settings)}
+    patches = [str(REPOSITORY / "recipes" / f"{name}.patch") for name in recipe.split("+")]
     with tempfile.TemporaryDirectory() as folder:
-        copy_with(recipe, Path(folder))
+        for part in ("support", "lab"):
+            shutil.copytree(REPOSITORY / part, Path(folder, part),
+                            ignore=shutil.ignore_patterns("results", "figures", "__pycache__"))
+        shutil.copy(REPOSITORY / "starter.py", folder)
+        subprocess.run(["git", "apply", *patches], cwd=folder, check=True,
+                       env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)})
         row = json.loads(run_python(job, folder, environment))
     return row | {"settings": key_of(settings), "commit": where()["commit"]}
 
@@ -253,10 +245,9 @@ def main():
     given = parser.parse_args()
     if given.child:
         print("result", json.dumps(train(*given.child)))
-    elif given.choices:
-        sweep(given.name, grid_of(given.choices), given.seeds, given.jobs, given.text)
-    elif given.name in SWEEPS:
-        sweep(given.name, SWEEPS[given.name], given.seeds, given.jobs, given.text)
+    elif given.choices or given.name in SWEEPS:
+        grid = grid_of(given.choices) if given.choices else SWEEPS[given.name]
+        sweep(given.name, grid, given.seeds, given.jobs, given.text)
     else:
         parser.error(f"name a sweep ({', '.join(SWEEPS)}), or give settings")
 
