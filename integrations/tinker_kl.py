@@ -5,6 +5,7 @@ measured to do. Terms and adaptive rules are imported from starter.py and suppor
 nats and at temperature 1, so sample at temperature 1.
 """
 import asyncio
+import functools
 import math
 
 import torch
@@ -15,6 +16,7 @@ import starter
 from integrations.options import checked_kl_settings
 from starter import InputError, KLController, KLSettings
 
+padded = functools.partial(pad_sequence, batch_first=True)  # B tensors -> (B, T), 0 on the right
 
 # 1. Settings.
 
@@ -55,16 +57,10 @@ def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3,
         raise InputError(f"kl_estimator = {kl.kl_estimator!r} in the advantages does not see the "
                          "sign of the log-ratio; use kl_estimator = 'k1'")
     mask = padded([torch.ones(len(row), dtype=torch.bool) for row in logprobs])
-    old, ref, of_response = (
-        padded(for_each_token(values, logprobs, name)) for values, name in (
-            (logprobs, "logprobs"), (ref_logprobs, "ref_logprobs"), (advantages, "advantages")))
+    old, ref, of_response = (padded(for_each_token(values, logprobs, name)) for values, name in (
+        (logprobs, "logprobs"), (ref_logprobs, "ref_logprobs"), (advantages, "advantages")))
     per_token = starter.put_kl_into_advantages(of_response, old, ref, mask, kl_coef, kl)
     return [row[:len(own)].tolist() for row, own in zip(per_token, logprobs)]
-
-
-def padded(rows):
-    """B tensors of any length -> (B, T), zeros on the right."""
-    return pad_sequence(rows, batch_first=True)
 
 
 def for_each_token(values, rows, name):
@@ -159,9 +155,8 @@ def compute_grpo_kl_loss(data, logprobs_list, kl_coef=0.3, cliprange=0.2, advant
         raise InputError(f"kl_coef = {kl_coef!r} must be a number of at least 0; use 0.3")
     policy = padded(logprobs_list)
     weights = [weights_of(datum).to(policy.dtype) for datum in data]
-    advantages, old, ref = (
-        aligned(given, name, data, weights) for given, name in
-        ((advantages, "advantages"), (old_logprobs, "logprobs"), (ref_logprobs, "ref_logprobs")))
+    advantages, old, ref = (aligned(given, name, data, weights) for given, name in (
+        (advantages, "advantages"), (old_logprobs, "logprobs"), (ref_logprobs, "ref_logprobs")))
     if advantages is None or old is None or (ref is None and kl_coef):
         raise InputError(f"the loss with kl_coef = {kl_coef!r} needs advantages, old_logprobs and "
                          "ref_logprobs; pass them with functools.partial")

@@ -68,13 +68,13 @@ def fault_of_saved_model(policy, problems, run):
                 both = [model(input_ids=ids, use_cache=False).logits for model in (policy, saved)]
             both = [logits.float().log_softmax(dim=2) for logits in both]
             differences.append((both[0] - both[1]).abs().mean().item())
+        if max(differences) < limit:
+            return ""
         found = f"differs from the policy by {max(differences):.2g} nats"
-        is_right = max(differences) < limit
     except Exception as error:  # code and files of the model's authors
         found = f"cannot be read ({' '.join(str(error).split())[:200]})"
-        is_right = False
     kept = max(run.folder.glob("checkpoint_*.pt"), default="no checkpoint")
-    return "" if is_right else f"the saved model, {folder}, {found}; the weights are in {kept}"
+    return f"the saved model, {folder}, {found}; the weights are in {kept}"
 
 
 @torch.no_grad()
@@ -158,8 +158,7 @@ def new_figure(*titles):
 def draw_curve(folder):
     """The reward of the steps, the shares solved in evaluations, and the KL if it was measured."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    log.Reload()
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     curves = {tag: list(zip(*((event.step, event.value) for event in log.Scalars(tag))))
               for tag in log.Tags()["scalars"]}
     has_kl = "train/kl_per_token" in curves
