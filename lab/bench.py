@@ -74,6 +74,8 @@ def make_folder(folder, **shape):
     with torch.device("cuda" if on_gpu else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16 if on_gpu else torch.float32).save_pretrained(folder / "model")
+    del model
+    torch.cuda.empty_cache()  # the run has a process of its own
     tokenizer.save_pretrained(folder / "model")
     problems = tasks.make_countdown(2_000, False, 0, **tasks.SMALL_COUNTDOWN)
     with open(folder / "problems.jsonl", "w") as file:
@@ -82,7 +84,7 @@ def make_folder(folder, **shape):
     return dict(preset="tiny", model_id=str(folder / "model"), task=str(folder / "problems.jsonl"),
                 rollout_batch_size=256, max_new_tokens=shape["new_tokens"],
                 learning_rate=1e-6, n_eval_problems=8,
-                eval_every=0, save_every=0, n_train_steps=WARM_UP + 5)
+                eval_every=0, save_every=0)
 
 
 # 2. Sides.  Settings of main() -> {"seconds": of each step, "gb": peak, ...}.
@@ -219,7 +221,7 @@ def beside(size, given):
     with tempfile.TemporaryDirectory() as folder:
         settings = make_folder(Path(folder), **SIZES[size]) | dict(
             bf16=given.dtype == "bfloat16", use_kl_penalty=given.kl == "on",
-            n_train_steps=WARM_UP + given.steps)
+            device="cpu", n_train_steps=WARM_UP + given.steps)
         tokens = (TOKENS_ALONE if given.alone else OUR_TOKENS)[size]
         ours = settings | {"max_tokens_per_microbatch": tokens}
         here = REPOSITORY
@@ -227,7 +229,7 @@ def beside(size, given):
             here = Path(folder) / "alone"
             here.mkdir()
             shutil.copy(REPOSITORY / "starter.py", here)
-        row = {"size": size, "dtype": given.dtype, "kl_penalty": given.kl}
+        row = {"size": size, "dtype": given.dtype, "kl_penalty": given.kl, "steps": given.steps}
         rows = row["trl_rows_at_once"] = quickest_rows(settings, TRL_ROWS[size])
         sides = {"ours": lambda: run_ours(ours, here), "trl": lambda: run_trl(settings, rows)}
         return row | in_turns(sides, given.rounds) | where()

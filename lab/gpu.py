@@ -19,7 +19,7 @@ SMALL = dict(lora_rank=16, gradient_checkpointing=True, frozen_in_bf16=True)
 RUNS = (
     ("built-in", {}), ("SmolLM2", {}),
     ("Qwen3-0.6B", {}), ("Qwen3-1.7B", {}), ("Qwen3-1.7B", dict(use_kl_penalty=True)),
-    ("Qwen3-1.7B", dict(gradient_checkpointing=True)), ("Qwen3-1.7B", SMALL), ("Qwen3-8B", SMALL),
+    ("Qwen3-1.7B", dict(gradient_checkpointing=True)), ("Qwen3-1.7B", SMALL),
 )
 
 
@@ -46,9 +46,8 @@ def formula_gb(settings):
 
 def row_of(model, changes):
     """Returns the row of one run, in a process of its own."""
-    import torch
     with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(model, folder) | changes
+        settings = settings_of(model, folder) | changes | dict(engine="transformers")
         formula = formula_gb(settings)
         result = bench.run_ours(settings)
     logged = result["logged"]
@@ -60,14 +59,16 @@ def row_of(model, changes):
             "gb": f"{result['gb']:.1f}", "formula_gb": f"{formula:.1f}",
             "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
             "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
-            **where(), "machine": torch.cuda.get_device_name()}
+            **where()}
 
 
 def main():
+    import torch
+    card = torch.cuda.get_device_name()
     parser = argparse.ArgumentParser(description="runs of starter.py on one NVIDIA GPU")
     parser.add_argument("--runs", nargs="*", type=int, default=range(len(RUNS)))
     for number in parser.parse_args().runs:
-        row = row_of(*RUNS[number])
+        row = row_of(*RUNS[number]) | {"machine": card}
         print(row, flush=True)
         append_rows("gpu", [row])
 

@@ -361,7 +361,7 @@ def mutant_table():
 
 GPU = {  # header: column
     "model": "model", "settings": "settings", "solved, %": "solved", "s a step": "step_s",
-    "of them sampling": "rollout_s", "GB": "gb", "GB by the formula": "formula_gb",
+    "s sampling": "rollout_s", "GB": "gb", "GB by the formula": "formula_gb",
     "nats between sampler and trainer": "sampler_diff"}
 RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",
         "not reached by starter.py and TRL"]

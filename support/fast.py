@@ -310,14 +310,16 @@ LOGITS_AT_ONCE = {"cpu": 1 << 24, "gpu": 1 << 26}
 def tensor_cores(bf16):
     """Where the layers are in bf16, which rounds to 8 bits, a GPU multiplies the head's float32
     matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside: TF32 would
-    round positions."""
+    round positions. A choice of your own stays."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if bf16 else before
+    if not bf16 or matmul.fp32_precision != "none":
+        yield
+        return
+    matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = "none"
 
 
 def logits_from(model, hidden):

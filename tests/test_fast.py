@@ -106,23 +106,29 @@ def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     assert max(n_logits) == 7 and sum(n_logits) == 2 * 30  # again in the backward pass
 
 
-@pytest.mark.parametrize("bf16, precision", [(False, "none"), (True, "tf32")])
+@pytest.mark.parametrize("bf16, chosen, precision", [
+    (False, "none", "none"), (True, "none", "tf32"), (True, "ieee", "ieee")])
 def test_gpu_multiplies_the_head_alone_in_tf32_where_the_layers_are_in_bf16(
-        bf16, precision, monkeypatch):
+        bf16, chosen, precision, monkeypatch):
     """Forward and backward. In RoPE's angles TF32 would round positions."""
     def now(*_):
-        return torch.backends.cuda.matmul.fp32_precision
+        return matmul.fp32_precision
 
-    model, seen, elsewhere = model_named("qwen3"), [], []
+    matmul, model, seen, elsewhere = torch.backends.cuda.matmul, model_named("qwen3"), [], []
     model.lm_head.register_forward_hook(lambda *_: seen.append(now()))
     model.lm_head.weight.register_hook(lambda gradient: seen.append(now()))
     model.model.rotary_emb.register_forward_hook(lambda *_: elsewhere.append(now()))
     monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", 30 * 61)
     monkeypatch.setitem(starter.MECHANICS, "token_statistics", fast.token_statistics)
-    outputs(model, make_rows((40,)), bf16=bf16)
+    matmul.fp32_precision = chosen
+    try:
+        outputs(model, make_rows((40,)), bf16=bf16)
+        elsewhere.append(now())
+    finally:
+        matmul.fp32_precision = "none"
     # Two slices: forward, and in the backward pass again, and back; then the sum of the gradients
-    assert seen == [precision] * 6 + ["none"]
-    assert {*elsewhere, now()} == {"none"}
+    assert seen == [precision] * 6 + [chosen]
+    assert {*elsewhere} == {chosen}
 
 
 def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
