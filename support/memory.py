@@ -23,7 +23,8 @@ def linear_layers(model):
 
 def predicted_gb(config, cfg, n_tokens, ranks=1):
     """A transformers config, main()'s settings, tokens of a microbatch -> {what: gigabytes} in use
-    at the height of the update. ranks: processes that divide the weights among themselves.
+    at the height of the update, or of loading. ranks: processes that divide the weights among
+    themselves.
 
     The model is built without memory for its weights, so that all are counted. For the backward
     pass a token keeps about 4 bytes (5 in float32) for each input and output of a linear layer, and
@@ -64,6 +65,8 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
         "vLLM": (2 if cfg.bf16 else 4) * (n_body + n_ends) * beside,
         "head": (0 if cfg.lora_rank else 4 * n_head) + rounded + 20 * logits,
     }
+    # Loaded whole and in float32, before anything is divided or stored in bf16
+    sizes["loading"] = max(0, 4 * (n_body + n_ends) * (1 + has_copy) - sum(sizes.values()))
     return {name: size / 1e9 for name, size in sizes.items()}
 
 

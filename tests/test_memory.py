@@ -43,6 +43,8 @@ def test_what_is_in_memory_is_counted_by_hand(qwen):
     for name, size in sizes.items():
         twice = 2 if name == "activations" else 0.5 if name in by_hand else 1
         assert name == "head" or halves[name] == pytest.approx(twice * size), name
+    many = memory.predicted_gb(qwen, cfg_of(gradient_checkpointing=True), 64, ranks=1000)
+    assert sum(many.values()) == pytest.approx(8 * n / 1e9)  # policy and reference, while loading
     assert memory.predicted_gb(qwen, cfg_of(use_kl_penalty=False), 4096)["reference"] == 0
     by_hand = {"weights": 2 * BODY + 4 * EMBEDDING, "adapters": 4 * ADAPTERS, "reference": 0,
                "gradients": 4 * ADAPTERS, "moments": 8 * ADAPTERS}
