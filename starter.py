@@ -8,10 +8,9 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
 
-It reads in the order in which the data flows, from problems to the loop and its numbers. For the
-algorithm read section 13, then 6 to 10, and 11 if you use the KL penalty. Easily broken are the
-shift in make_batch, the order of weights_of_tokens and cut_microbatches in train, each detach() of
-10 and 11, and load_policy_into_vllm_instance in rollout.
+The file follows the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
+penalty, loss. The loop that joins them is train() in section 13, and all numbers are in main() in
+section 14. Read those two first, then sections 6 to 10.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -23,33 +22,34 @@ processes, and watches over a run. What you change here is what runs.
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
+
 import os
 
-for variable, setting in (  # read by libraries while they are imported; one from outside wins
-        ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
-        ("TRANSFORMERS_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        ("GOMP_SPINCOUNT", "2000"), ("THP_MEM_ALLOC_ENABLE", "1"), ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")):  # vLLM's engine runs in this process
+ENVIRONMENT = {  # read by libraries while they are imported; a value from outside wins
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "GOMP_SPINCOUNT": "2000",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process
+}
+for variable, setting in ENVIRONMENT.items():
     os.environ.setdefault(variable, setting)
 
 import argparse
 import ast
 import copy
-import difflib
 import functools
-import hashlib
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import random
 import re
-import signal
 import sys
 import time
 import zlib
-from collections import Counter
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
@@ -57,7 +57,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 
 class InputError(ValueError):
@@ -68,72 +68,47 @@ class RunStopped(RuntimeError):
     """The run cannot go on, or its numbers would be wrong. The message says what to check."""
 
 
-def nearest(value, options):
-    """Returns a remedy: options with this part, these initials or a near spelling, or all."""
-    value = str(value).lower()
-    parts = [x for x in options if value in (*x.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", x))]
-    near = parts[:3] or difflib.get_close_matches(value, options, n=1, cutoff=0.7)
-    others = ", ".join(map(repr, options)) if len(options) < 20 else "those that --help lists"
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {others}"
-
-
 def check_known(name, value, options):
-    """Raises InputError, with a remedy, for a value of main()'s parameter that is no option."""
-    if value not in [*options]:
-        raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
-
-
-MECHANICS = {}  # name of a function with the mark @mechanics -> what support/ runs in its place
-
-
-def mechanics(function):
-    """Marks a function that support/ may replace: by a faster one with the same results, unless you
-    have edited this one; or by one that calls this one, as for several processes and LoRA."""
-    @functools.wraps(function)
-    def call(*args, **settings):
-        return MECHANICS.get(function.__name__, function)(*args, **settings)
-
-    return call
+    """Raises InputError for a value that is not one of the options."""
+    if value not in options:
+        raise InputError(f"{name} = {value!r} is not known; use one of {sorted(options)}")
 
 
 def find_support():
-    """Returns support/attach.py, or None where that folder does not lie beside this file."""
-    here = Path(__file__).resolve().parent
-    if not (here / "support" / "attach.py").is_file():
+    """Returns the module support.attach, or None if that folder does not lie beside this file."""
+    if not Path(__file__).with_name("support").is_dir():
         return None
     sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
-    sys.path[:0] = [] if str(here) in sys.path else [str(here)]
-    from support import attach  # support.check_settings and so on are its functions
+    from support import attach
+
     return attach
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. Problems.  A task's name -> problems for training and held-out problems.
+# 1. Problems.  In: the name of a task or file. Out: training problems and held-out problems.
 #
 # A problem is a dict with "prompt" and whatever the reward needs. A task is a function from the
 # settings of main() to (training problems, held-out problems), given as task or named in TASKS.
+
 
 def is_held_out(*key):
     """Whether this problem is in the fixed quarter of all problems that is never trained on."""
     return zlib.crc32(repr(key).encode()) % 4 == 0
 
 
-@mechanics
 def read_problems(source):
     """The path of a JSONL file -> its problems. "prompt" is a text or a list of chat messages,
-    "answer" a text or a number; other keys are for a reward of your own. support/ reads more."""
+    "answer" a text or a number; other keys are for a reward of your own.
+    support/ replaces this function: it reads other files too, and explains what is wrong."""
     problems = []
-    try:
-        for line in open(source, encoding="utf-8-sig"):
-            row = json.loads(line)
-            if "last_number" in row:
-                raise ValueError("last_number needs support/")
-            problems.append(row | {"prompt": row["prompt"], "answer": str(row["answer"]).strip()})
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read ({error}); give a file in UTF-8") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{source} line {len(problems) + 1} is not a JSON object with 'prompt' "
-                         f"and 'answer' ({error!r:.150}); mend that line") from None
+    for line in open(source, encoding="utf-8-sig"):
+        try:
+            problem = json.loads(line)
+            answer = str(problem["answer"]).strip()
+            problems.append({"prompt": problem["prompt"], **problem, "answer": answer})
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{source} line {len(problems) + 1}"
+            raise InputError(f"{where} is no JSON object with 'prompt' and 'answer': {error!r}")
     return problems
 
 
@@ -142,8 +117,9 @@ def problems_of_files(cfg):
     problems = read_problems(cfg.task)
     if cfg.eval_file is not None:
         return problems, read_problems(cfg.eval_file)
-    return ([problem for problem in problems if not is_held_out(problem["prompt"])],
-            [problem for problem in problems if is_held_out(problem["prompt"])])
+    train = [problem for problem in problems if not is_held_out(problem["prompt"])]
+    held_out = [problem for problem in problems if is_held_out(problem["prompt"])]
+    return train, held_out
 
 
 TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
@@ -152,133 +128,152 @@ TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
 class Problems(NamedTuple):
     train: list
     held_out: list
-    skills: list  # of other skills, to see what is forgotten; "skill" is the name of each one's
+    skills: list  # of other skills, to see what is forgotten; each has its name under "skill"
 
 
 def load_problems(cfg):
     """Returns the Problems of cfg.task, and of other skills if the model's folder has some."""
-    task = cfg.task if callable(cfg.task) else TASKS.get(cfg.task, problems_of_files)
+    task = TASKS.get(cfg.task, cfg.task)
+    if not callable(task):
+        task = problems_of_files
     train, held_out = task(cfg)
-    if not (train and held_out):
-        raise InputError(f"task = {cfg.task!r} gave {len(train)} problems for training and "
-                         f"{len(held_out)} held out; give more different prompts, or an eval_file")
-    retention = Path(cfg.model_id) / "retention.jsonl"
-    skills = read_problems(retention) if retention.is_file() else []
-    return Problems(train, held_out[:cfg.n_eval_problems], skills)
+    skills = []
+    skill_file = Path(cfg.model_id) / "retention.jsonl"
+    if skill_file.is_file():
+        skills = read_problems(skill_file)
+    return Problems(train, held_out[: cfg.n_eval_problems], skills)
 
 
 def problems_of_step(problems, step, n, seed):
-    """Returns the n problems of this step (from 0). Each pass over the list is in another random
-    order. They depend on step and seed alone, so that a resumed run sees the same ones."""
-    first_pass, start = divmod(step * n, len(problems))
-    passes = (random.Random(f"{seed} {number}").sample(problems, len(problems))
-              for number in itertools.count(first_pass))
-    return list(itertools.islice(itertools.chain.from_iterable(passes), start, start + n))
+    """Returns the n problems of this step (from 0). The list is shuffled anew for each pass over
+    it. The choice depends on step and seed alone, so that a resumed run sees the same ones."""
+    number, start = divmod(step * n, len(problems))
+    upcoming = []
+    while len(upcoming) < start + n:
+        rng = random.Random(f"{seed} {number}")
+        upcoming += rng.sample(problems, len(problems))
+        number += 1
+    return upcoming[start : start + n]
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Model.  A checkpoint folder or Hugging Face name -> policy and tokenizer.
+# 2. Model.  In: a checkpoint folder or Hugging Face name. Out: policy and tokenizer.
+
 
 class Float32Head(torch.nn.Linear):
-    """An LM head whose logits are float32 under autocast, too: bf16 would round them by up to 0.06.
-    vLLM in bf16 rounds inputs and weights of its head, but not the sums; beside it so does this."""
-    rounds = False  # choose() sets it: True where vLLM samples in bf16
+    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
 
     def forward(self, hidden):
-        dtype, weight = self.weight.dtype, self.weight
-        if self.rounds and torch.is_autocast_enabled(hidden.device.type):
-            hidden, weight = hidden.bfloat16(), weight.bfloat16()
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.to(dtype), weight.to(dtype), self.bias)
+            return super().forward(hidden.to(self.weight.dtype))
 
 
 def init_policy(model_id, device):
     """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: in
     bf16, 84 to 98 % of the updates at learning rates of 1e-5 to 1e-6 would round to nothing."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    try:
-        policy, loading = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
-            trust_remote_code=False)  # else it asks at a terminal
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-        lost = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-        if lost:  # transformers would give random numbers to them
-            raise ValueError(f"its files do not hold {lost[0]} and {len(lost) - 1} more")
-    except Exception as error:  # whatever transformers raises over files that others wrote
-        raise InputError(f"model_id = {str(model_id)!r} cannot be loaded "
-                         f"({' '.join(str(error).split())[:300]}); give a folder written by "
-                         "save_pretrained, or a Hugging Face name") from error
+
+    policy, loading = AutoModelForCausalLM.from_pretrained(
+        model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
+    if loading["missing_keys"]:  # transformers would give random numbers to them
+        raise InputError(f"{model_id} holds no weights for {sorted(loading['missing_keys'])[:3]}")
+    tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
     head = policy.get_output_embeddings()
     if type(head) is torch.nn.Linear:
-        head.__class__ = Float32Head
-    for module in policy.modules():  # dropout would change the log-probs at random
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or type(module) is torch.nn.Dropout):
-                setattr(module, name, 0.0)
+        head.__class__ = Float32Head  # the same weights; a deepcopy of the policy keeps it
     if getattr(policy.config.get_text_config(), "attn_logit_softcapping", None):
         policy.set_attn_implementation("eager")  # torch's fused kernel leaves the soft-cap out
     return policy.to(device).eval(), tokenizer
 
 
+def train_checkpointed_layers(policy):
+    """Puts into train mode the layers that gradient checkpointing runs again, and nothing inside
+    them: dropout would change the log-probs at random."""
+    for module in policy.modules():
+        module.training = hasattr(module, "gradient_checkpointing")
+
+
 def find_stop_tokens(policy, tokenizer):
-    """The ids that end a response: EOS, and those in generation_config, such as a turn's end."""
-    listed = policy.generation_config.eos_token_id
-    listed = listed if isinstance(listed, (list, tuple)) else [listed]
-    return tuple(sorted({tokenizer.eos_token_id, *listed} - {None}))
+    """Returns the ids that end a response: EOS, and those in generation_config, such as a turn's
+    end."""
+    stop_tokens = policy.generation_config.eos_token_id
+    if not isinstance(stop_tokens, list):
+        stop_tokens = [stop_tokens]
+    stop_tokens = {*stop_tokens, tokenizer.eos_token_id} - {None}
+    if not stop_tokens:
+        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
+    return sorted(stop_tokens)
+
+
+def ids_of_prompt(prompt, tokenizer, enable_thinking):
+    """A text or chat messages -> token ids, in the tokenizer's chat template if it has one."""
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise InputError("the tokenizer has no chat template; give prompts that are texts")
+        return tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(
+        prompt, enable_thinking=enable_thinking, tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def with_prompt_ids(problems, policy, tokenizer, cfg):
     """Returns the problems that fit into the model's context, each with the token ids of its prompt
-    under "prompt_ids", in the tokenizer's chat template if it has one. Responses are never
-    tokenised: the sampler's ids are used as they are."""
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    under "prompt_ids". Responses are never tokenised: the sampler's ids are used as they are."""
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
     fitting = []
     for problem in problems:
-        chat = problem["prompt"]
-        try:
-            if tokenizer.chat_template is not None:
-                chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-                chat = tokenizer.apply_chat_template(chat, enable_thinking=cfg.enable_thinking,
-                                                     tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(chat, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-        except Exception as error:  # a chat without a template, or what a template may raise
-            raise InputError(f"the tokenizer cannot read the prompt {problem['prompt']!r:.150} "
-                             f"({error!s:.150}); change it, or the chat template") from error
-        if len(ids) + cfg.max_new_tokens <= context:
-            fitting.append(problem | {"prompt_ids": ids})
-    if len(fitting) < len(problems):
-        print(f"{len(problems) - len(fitting)} of {len(problems)} prompts are left out: with "
-              f"max_new_tokens = {cfg.max_new_tokens} they do not fit into {context} tokens")
+        ids = ids_of_prompt(problem["prompt"], tokenizer, cfg.enable_thinking)
+        if context is None or len(ids) + cfg.max_new_tokens <= context:
+            fitting.append({**problem, "prompt_ids": ids})
+    n_left_out = len(problems) - len(fitting)
+    if n_left_out:
+        print(
+            f"{n_left_out} of {len(problems)} prompts are left out: with max_new_tokens = "
+            f"{cfg.max_new_tokens} they do not fit into {context} tokens"
+        )
     return fitting
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Engine.  The policy's weights -> vLLM.
+# 3. Engine.  In: the policy's weights. Out: a vLLM engine that samples with them.
 
-@mechanics
-def weights_of(policy):
-    """Yields (name, tensor) of the parameters and persistent buffers, by the names of state_dict().
-    support/ merges LoRA's adapters, and joins the parts of several processes."""
+
+def weights_by_name(policy):
+    """Yields (name, tensor) of the parameters and persistent buffers, as state_dict() names them.
+    support/ replaces this function: it merges LoRA's adapters, and joins what processes divide."""
     yield from policy.state_dict().items()
 
 
-@mechanics
 def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
-    """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours."""
+    """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours.
+    support/ replaces this function: it knows more kinds of machines."""
     from vllm import LLM
-    return LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32",
-               max_model_len=max_model_len, max_num_seqs=256, max_num_batched_tokens=8_192,
-               # below 1 a share of the GPU; from 1 on GB of the cache, and the share is not read
-               gpu_memory_utilization=gpu_mem_util if gpu_mem_util < 1 else 0.05,
-               kv_cache_memory_bytes=int(gpu_mem_util * 1e9) if gpu_mem_util >= 1 else None,
-               device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None,
-               hf_overrides={"head_dtype": "float32"} if bf16 else {},  # like Float32Head
-               logprobs_mode="processed_logprobs", use_tqdm_on_load=False)
+
+    print("vLLM draws the tokens by itself; draw_tokens has no part in it")
+    options = {}
+    if bf16:
+        options["hf_overrides"] = {"head_dtype": "float32"}  # like Float32Head
+    return LLM(
+        str(model_id),
+        seed=seed,
+        dtype="bfloat16" if bf16 else "float32",
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_mem_util,
+        max_num_seqs=256,
+        max_num_batched_tokens=8_192,
+        logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
+        **options,
+    )
 
 
-@mechanics
 def load_weights_in_worker(worker, weights):
-    """Runs inside vLLM. weights: {name: tensor}, as in a checkpoint."""
+    """Runs inside vLLM. weights: {name: tensor}, as in a checkpoint.
+    support/ replaces this function: it checks that each weight of vLLM's model got a new value."""
     worker.reload_weights(weights_iterator=weights.items())
 
 
@@ -286,18 +281,21 @@ def load_policy_into_vllm_instance(policy, llm):
     """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
     ones. Without it vLLM would sample from an old policy."""
     from transformers.core_model_loading import revert_weight_conversion
-    weights = revert_weight_conversion(policy, dict(weights_of(policy)))  # as checkpoints name them
+
+    # Named as in checkpoints
+    weights = revert_weight_conversion(policy, dict(weights_by_name(policy)))
     llm.collective_rpc(load_weights_in_worker, args=(weights,))
     if llm.reset_prefix_cache() is not True:
-        raise RunStopped("vLLM kept its prefix cache after a weight sync, so it would read "
-                         "prompts with old weights; check the version of vLLM")
+        raise RunStopped(
+            "vLLM kept its prefix cache after a weight sync, so it would read prompts with old "
+            "weights; check the version of vLLM"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Rollout.  Prompts -> group_size responses to each, with the log-prob of every sampled token.
+# 4. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 
-TOKENS_AT_ONCE = 1 << 16  # prompts and responses that are decoded together, at most
-LOGITS_AT_ONCE = 1 << 26  # float32 logits that a microbatch may hold, without support/
+TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
 
 
 class Response(NamedTuple):
@@ -309,41 +307,57 @@ class Response(NamedTuple):
 
 def seed_for(cfg, purpose):
     """Seeds the global generators, for rewards, and returns the seed of a step or other purpose."""
-    import numpy
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
-    numpy.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
 
-@mechanics
 def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     """P lists of prompt ids -> P * group_size Responses, group after group."""
     from vllm import SamplingParams
-    params = [SamplingParams(
-        n=group_size, temperature=temperature, logprobs=0, max_tokens=cfg.max_new_tokens,
-        stop_token_ids=list(cfg.stop_token_ids), detokenize=False, ignore_eos=True,
-        seed=seed + i * group_size) for i in range(len(prompts))]
+
+    params = [
+        SamplingParams(
+            n=group_size,
+            seed=seed + i * group_size,
+            temperature=temperature,
+            max_tokens=cfg.max_new_tokens,
+            stop_token_ids=cfg.stop_token_ids,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        for i in range(len(prompts))
+    ]
     llm.reset_prefix_cache()  # a resumed run then repeats the same bits
-    requests = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [Response(ids, list(out.token_ids),
-                     [at[token].logprob for token, at in zip(out.token_ids, out.logprobs)],
-                     out.finish_reason == "stop")
-            for ids, request in zip(prompts, requests) for out in request.outputs]
+    inputs = [{"prompt_token_ids": prompt_ids} for prompt_ids in prompts]
+    responses = []
+    for prompt_ids, request in zip(prompts, llm.generate(inputs, params, use_tqdm=False)):
+        for output in request.outputs:
+            ids = list(output.token_ids)
+            log_probs = [by_id[token].logprob for token, by_id in zip(ids, output.logprobs)]
+            finished = output.finish_reason == "stop"
+            responses.append(Response(prompt_ids, ids, log_probs, finished))
+    return responses
 
 
 def scale_logits(logits, temperature):
     """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
     forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature in (0, 1) else logits / temperature  # 0: greedy, scored at 1
+    if temperature in (0, 1):  # 0: greedy, scored at 1
+        return logits
+    return logits / temperature
 
 
-@mechanics
 def draw_from(probs, uniform):
-    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens."""
-    cumulative = probs.cumsum(dim=1, dtype=torch.float64)
+    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens.
+    support/ replaces this function by one that is faster for large vocabularies."""
+    sum_dtype = torch.float64
+    if probs.device.type == "mps":  # which has no float64
+        sum_dtype = torch.float32
+    cumulative = probs.cumsum(dim=1, dtype=sum_dtype)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
 
@@ -351,73 +365,86 @@ def draw_from(probs, uniform):
 def draw_tokens(logits, uniform, temperature):
     """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
     probs = scale_logits(logits, temperature).softmax(dim=1)
-    tokens = draw_from(probs, uniform) if temperature > 0 else probs.argmax(dim=1, keepdim=True)
+    if temperature == 0:
+        tokens = probs.argmax(dim=1, keepdim=True)
+    else:
+        tokens = draw_from(probs, uniform)
     return tokens, probs.gather(1, tokens).log()
 
 
-@mechanics
 def rows_to_decode(prompts, max_new_tokens):
     """Prompts -> lists of the indices of those that are decoded together. These have one length:
-    recurrent and sliding-window layers would read padding in front of the response as text."""
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for length, rows in itertools.groupby(by_length, key=lambda i: len(prompts[i])):
-        rows, n = list(rows), max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
-        yield from (rows[i:i + n] for i in range(0, len(rows), n))
+    recurrent and sliding-window layers would read padding in front of the response as text.
+    support/ replaces this function together with next_logits."""
+    rows_of_length = {}
+    for i, prompt_ids in enumerate(prompts):
+        rows_of_length.setdefault(len(prompt_ids), []).append(i)
+    parts = []
+    for length, rows in sorted(rows_of_length.items()):
+        n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
+        parts += [rows[i : i + n] for i in range(0, len(rows), n)]
+    return parts
 
 
-@mechanics
-def decode(policy, prompts, cfg):
-    """B prompts -> a generator, used by its send(). send(None) gives (B, V) logits of the first
-    tokens; send(tokens), with the (B, 1) tokens drawn from them, gives those of the next ones."""
-    new_ids = torch.tensor(prompts, device=policy.device)
-    accepted = inspect.signature(policy.forward).parameters
-    inputs = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
+@functools.cache
+def forward_parameters(model_class):
+    """Returns the names of what the forward() of this class of models accepts."""
+    return set(inspect.signature(model_class.forward).parameters)
+
+
+def next_logits(policy, ids, cache=None):
+    """(B, n) prompts and what was drawn so far -> (B, V) logits of the next token, and the model's
+    cache of keys and values for the next call. A model without one reads all ids each time.
+    support/ replaces this function by one that reads a prompt once for its group."""
+    accepted = forward_parameters(type(policy))
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    options = {}
+    if cache is not None:
+        options["past_key_values"] = cache
+        ids, positions = ids[:, -1:], positions[:, -1:]
+    if "logits_to_keep" in accepted:
+        options["logits_to_keep"] = 1
     has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
-    n_read = 0
-    while True:
-        if has_rope and "position_ids" in accepted:  # some models count from 0 in each call
-            positions = torch.arange(n_read, n_read + new_ids.shape[1], device=policy.device)
-            inputs["position_ids"] = positions.expand_as(new_ids)
-        out = policy(input_ids=new_ids, **inputs)
-        tokens = yield out.logits[:, -1]
-        if getattr(out, "past_key_values", None) is None:  # it reads all tokens each time
-            new_ids = torch.cat([new_ids, tokens], dim=1)
-        else:
-            inputs["past_key_values"] = out.past_key_values
-            n_read += new_ids.shape[1]
-            new_ids = tokens
+    if has_rope and "position_ids" in accepted:  # some models count from 0 in each call
+        options["position_ids"] = positions
+    outputs = policy(input_ids=ids, use_cache=True, **options)
+    return outputs.logits[:, -1], getattr(outputs, "past_key_values", None)
 
 
-@mechanics
 @torch.no_grad()
 def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
     """P lists of prompt ids -> P * group_size Responses, group after group. Response i draws with
     seed + i, whatever else is sampled."""
-    was_training = policy.training
     policy.eval()  # in train mode gradient checkpointing drops the cache
-    stop = torch.tensor(cfg.stop_token_ids, device=policy.device)
+    stop_tokens = torch.tensor(cfg.stop_token_ids, device=policy.device)
     prompts = [prompt_ids for prompt_ids in prompts for _ in range(group_size)]
     responses = [None] * len(prompts)
     for rows in rows_to_decode(prompts, cfg.max_new_tokens):
         generators = [torch.Generator().manual_seed(seed + i) for i in rows]
-        uniform = torch.stack([torch.rand(cfg.max_new_tokens, generator=generator)
-                               for generator in generators]).to(policy.device)
-        decoder = decode(policy, [prompts[i] for i in rows], cfg)
-        running = torch.ones(len(rows), 1, dtype=torch.bool, device=policy.device)
-        tokens = None  # what starts a generator
-        drawn = []  # (tokens, log-probs), (B, 1) each
+        uniform = torch.stack([torch.rand(cfg.max_new_tokens, generator=g) for g in generators])
+        uniform = uniform.to(policy.device)
+        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
+        n_before = ids.shape[1]
+        log_probs = []  # (B, 1) each
+        is_running = torch.ones_like(ids[:, :1], dtype=torch.bool)
+        lengths = torch.zeros_like(ids[:, :1])
+        cache = None
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=cfg.bf16):
-            while running.any() and len(drawn) < cfg.max_new_tokens:
-                logits = decoder.send(tokens)
-                drawn.append(draw_tokens(logits, uniform[:, len(drawn), None], temperature))
-                tokens = drawn[-1][0]
-                running &= ~torch.isin(tokens, stop)
-        tokens, log_probs = (torch.cat(columns, dim=1).tolist() for columns in zip(*drawn))
-        for i, ids, chosen in zip(rows, tokens, log_probs):
-            ends = [n for n, token in enumerate(ids, 1) if token in cfg.stop_token_ids]
-            length = ends[0] if ends else len(ids)
-            responses[i] = Response(prompts[i], ids[:length], chosen[:length], bool(ends))
-    policy.train(was_training)
+            for t in range(cfg.max_new_tokens):
+                logits, cache = next_logits(policy, ids, cache)
+                tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
+                ids = torch.cat([ids, tokens], dim=1)
+                log_probs.append(token_log_probs)
+                lengths += is_running
+                is_running &= ~torch.isin(tokens, stop_tokens)
+                if not is_running.any():
+                    break
+        drawn = ids[:, n_before:].tolist()
+        log_probs = torch.cat(log_probs, dim=1).tolist()
+        for row, i in enumerate(rows):
+            n = lengths[row].item()
+            finished = not is_running[row]
+            responses[i] = Response(prompts[i], drawn[row][:n], log_probs[row][:n], finished)
     return responses
 
 
@@ -431,81 +458,81 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Reward.  Response text, problem -> 1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
-#
-# To use another, write a function (response_text, problem) -> number and give it to main(), or
-# several with weights: reward=[(reward_fn, 1.0), (brief, 0.5)]. Their weighted sum is learnt; the
-# first says what is solved (1 or more). A parameter named response gets the Response as well.
+# 5. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
 
 # One number and nothing else, as in "-12", "$1,234.50" or "18 %"
 NUMBER = re.compile(
-    r"-?[$\u20ac\u00a3]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?(?<=\d) ?%?", re.ASCII)
+    r"-?[$\u20ac\u00a3]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?(?<=\d) ?%?", re.ASCII
+)
+
+
+def normalized_answer(text):
+    """Returns a text without differences of case and spaces, or the number that it is."""
+    text = " ".join(text.replace("\u2212", "-").split())
+    text = text.casefold().removesuffix(".")
+    if len(text) <= 100 and NUMBER.fullmatch(text):
+        return Fraction(re.sub(r"[^\d.-]", "", text))
+    return text
 
 
 def same_answer(answer, gold):
     """Whether two answers are equal texts, or equal numbers, as "$1,234.50" and "1234.5"."""
-    values = []
-    for text in (answer, gold):
-        text = " ".join(text.replace("\u2212", "-").split()).casefold().removesuffix(".")
-        if len(text) <= 100 and NUMBER.fullmatch(text):
-            text = Fraction(re.sub(r"[^\d.-]", "", text))
-        values.append(text)
-    return values[0] == values[1]
+    return normalized_answer(answer) == normalized_answer(gold)
 
 
 def tagged_answer(text):
     """The text between the last <answer> and </answer>, or "" where there is none."""
-    head, closed, _ = text[-200_000:].rpartition("</answer>")
+    head, closed, _ = text.rpartition("</answer>")
     _, opened, answer = head.rpartition("<answer>")
-    return answer.strip() if closed and opened else ""
+    if not closed or not opened:
+        return ""
+    return answer.strip()
 
 
 def score_answer(response_text, problem):
-    """1.0 if the answer in the tags is problem["answer"], 0.1 if it is another, 0.0 without one."""
+    """1.0 if the answer in the tags is problem["answer"], 0.1 if it is another, 0.0 without one.
+    This scores the other skills, too, whatever the reward is."""
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# A key that a problem may have -> what scores its responses; of several the last one. support/ adds
-# two: "numbers", of its Countdown, and "last_number", which needs no tags.
-SCORERS = {"answer": score_answer}
+# A key that a problem may have -> what scores its responses in the place of score_answer. support/
+# adds "numbers", of its Countdown, and "last_number", which needs no tags.
+SCORERS = {}
 
 
 def reward_fn(response_text, problem):
-    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Any text is safe to give."""
-    scorers = [scorer for key, scorer in SCORERS.items() if problem.get(key) is not None]
-    if not scorers:
-        raise InputError(f"reward_fn needs a problem with one of {[*SCORERS]}; give another reward")
-    return scorers[-1](response_text, problem)
+    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give
+    one to main(): a function (response_text, problem) -> number. If it has a parameter that is
+    named response, it gets the Response as well."""
+    for key, scorer in SCORERS.items():
+        if problem.get(key) is not None:
+            return scorer(response_text, problem)
+    return score_answer(response_text, problem)
 
 
-@mechanics
 def score(responses, problems, tokenizer, reward):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards, (P * G,) whether each
-    is solved, and for the log the mean of each reward where there are several."""
-    rewards = [(reward, 1.0)] if callable(reward) else reward
-    texts = tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    problem_of_each = [x for x in problems for _ in range(len(responses) // len(problems))]
-    values = torch.zeros(len(responses), len(rewards))
-    for j, (function, _) in enumerate(rewards):
-        asks = "response" in inspect.signature(function).parameters
-        for i, (r, text, problem) in enumerate(zip(responses, texts, problem_of_each)):
-            try:  # nan and inf pass: the loop skips such a step
-                values[i, j] = float(function(text, problem, **{"response": r} if asks else {}))
-            except Exception as error:  # in your function, or because it gave no number
-                shown = {key: x for key, x in problem.items() if key != "prompt_ids"}
-                error.add_note(f"{function} got {text[:200]!r} and {shown}; return a number.")
-                raise
-    means = {f"reward/{getattr(function, '__name__', 'unnamed')}": mean.item()
-             for (function, _), mean in zip(rewards, values.mean(dim=0))}
-    total = (values * torch.tensor([float(weight) for _, weight in rewards])).sum(dim=1)
-    return texts, total, values[:, 0] >= 1, means if len(rewards) > 1 else {}
+    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards.
+    support/ replaces this function where several processes share the work."""
+    all_ids = [response.response_ids for response in responses]
+    texts = tokenizer.batch_decode(all_ids, skip_special_tokens=True)
+    group_size = len(responses) // len(problems)
+    takes_response = "response" in inspect.signature(reward).parameters
+    rewards = torch.zeros(len(responses))
+    for i, text in enumerate(texts):
+        problem = problems[i // group_size]
+        if takes_response:
+            rewards[i] = reward(text, problem, response=responses[i])
+        else:
+            rewards[i] = reward(text, problem)
+    return texts, rewards
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Advantages.  Rewards -> how much better each response is than the others of its group.
+# 6. Advantages.  In: rewards. Out: how much better each response is than others of its group.
+
 
 def compute_group_normalized_advantages(rewards, group_size, advantage_eps, normalize_by_std):
     """(P * G,) rewards, group after group -> (P * G,) advantages and statistics for the log.
@@ -515,334 +542,276 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
+    # The mean of equal rewards can be off by one bit. Here their advantages become exactly 0.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    # The mean of an equal group can be off by a bit; here it gets exactly 0. For a baseline across
-    # groups delete this line, and divide by rewards.std(), since the std of an equal group is 0.
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
-    metadata = {"reward_mean": rewards.mean().item(), "reward_std": groups.std(dim=1).mean().item(),
-                "frac_zero_std": all_equal.float().mean().item()}
+    metadata = {
+        "reward_mean": rewards.mean().item(),
+        "reward_std": groups.std(dim=1).mean().item(),
+        "frac_zero_std": all_equal.float().mean().item(),
+    }
     return advantages.reshape(-1), metadata
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Microbatches.  Responses -> (B, T) tensors. Column t of every one is about labels[:, t].
+# 7. Batch.  In: responses. Out: (B, T) tensors; column t of each is about labels[:, t].
+
 
 def make_batch(responses, advantages, device):
     """Responses, their advantages -> dict of (B, T) tensors.
 
-    advantages: (B,), one for each response, or (B, L), one for each of its tokens. A row is a
-    prompt and its response without a gap, padded on the right. input_ids and labels are shifted
-    against each other once, here:
+    advantages: (B,), one for each response, or (B, L), one for each of its tokens, where L is the
+    longest response. A row is a prompt and its response without a gap, padded on the right.
+    input_ids and labels are shifted against each other once, here:
 
         prompt [5, 6], response [7, 8]:  input_ids [5, 6, 7]   labels [6, 7, 8]   mask [0, 1, 1]
 
-    The mask comes from lengths and not from ids: the stop token may well be the padding token.
-    """
-    columns = {"input_ids": [], "labels": [], "response_mask": [], "rollout_log_probs": []}
-    width = max(len(r.prompt_ids) + len(r.response_ids) for r in responses) - 1
-    for r in responses:
-        ids = [*r.prompt_ids, *r.response_ids]
-        before, after = len(r.prompt_ids) - 1, width + 1 - len(ids)
-        columns["input_ids"].append(ids[:-1] + ids[:1] * after)  # some break at padding's own id
-        columns["labels"].append(ids[1:] + [0] * after)
-        columns["response_mask"].append(
-            [False] * before + [True] * len(r.response_ids) + [False] * after)
-        columns["rollout_log_probs"].append([0.0] * before + [*r.log_probs] + [0.0] * after)
-    batch = {name: torch.tensor(values, device=device) for name, values in columns.items()}
+    The mask comes from lengths and not from ids: the stop token may well be the padding token."""
+    rows = [torch.tensor(response.prompt_ids + response.response_ids) for response in responses]
+    ids = pad_sequence(rows, batch_first=True)
+    columns = torch.arange(ids.shape[1])
+    starts = torch.tensor([[len(response.prompt_ids)] for response in responses])
+    lengths = torch.tensor([[len(response.response_ids)] for response in responses])
+    is_row = columns < starts + lengths
+    mask = is_row & (columns >= starts)
     if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    elif advantages.shape[1] > 1:  # the n-th token of a response gets column n
-        place = (batch["response_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        advantages = advantages.to(device).gather(1, place)
-    return batch | {"advantages": advantages.to(device)}
+        advantages = advantages[:, None].expand(-1, lengths.max())
+    if advantages.shape[1] != lengths.max():
+        raise InputError(f"advantages of tokens need {lengths.max()} columns: the longest response")
+    is_token = torch.arange(lengths.max()) < lengths
+    log_probs = torch.cat([torch.tensor(response.log_probs) for response in responses])
+    zeros = torch.zeros(ids.shape)
+    batch = {
+        # Padded with the row's first id: some models break at padding's own id.
+        "input_ids": torch.where(is_row, ids, ids[:, :1])[:, :-1],
+        "labels": ids[:, 1:],
+        "response_mask": mask[:, 1:],
+        "rollout_log_probs": zeros.masked_scatter(mask, log_probs)[:, 1:],
+        "advantages": zeros.masked_scatter(mask, advantages[is_token].float())[:, 1:],
+        "finished": torch.tensor([[response.finished] for response in responses]),  # (B, 1)
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-# (B, T) float mask of the whole step, longest possible response -> (B, T) weight of each token in
-# the loss, fixed before the step is cut into microbatches: the gradient does not depend on the cut.
-# grpo: mean over each response, then over responses (arXiv:2402.03300). dapo: mean over all tokens
-# (arXiv:2503.14476). dr_grpo: sum / constant: no response's own length matters (arXiv:2503.20783).
-AVERAGES = {
-    "grpo": lambda mask, max_new_tokens: mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
-    "dapo": lambda mask, max_new_tokens: mask / mask.sum().clamp(min=1),
-    "dr_grpo": lambda mask, max_new_tokens: mask / (len(mask) * max_new_tokens),
-}
+# What the loss of a step is a mean over. (B, T) float mask of the whole step, longest possible
+# response -> (B, T) weight of each token in the loss.
 
 
-def weights_of_tokens(batch, responses, cfg, has_reference):
-    """Returns "weights", of each token in the loss, and "mean_weights", in the means for the log:
-    these leave out rows that support/ skips (no advantage and no KL term), unless all are such."""
-    mask = in_loss = batch["response_mask"]
+def mean_of_responses(mask, max_new_tokens):
+    """GRPO: mean over each response, then over responses (arXiv:2402.03300)."""
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return mask / lengths / len(mask)
+
+
+def mean_of_tokens(mask, max_new_tokens):
+    """DAPO: mean over all tokens (arXiv:2503.14476)."""
+    return mask / mask.sum().clamp(min=1)
+
+
+def sum_over_constant(mask, max_new_tokens):
+    """Dr. GRPO: no response's own length matters (arXiv:2503.20783)."""
+    return mask / (len(mask) * max_new_tokens)
+
+
+AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_over_constant}
+
+
+def weights_of_tokens(batch, cfg):
+    """Returns the (B, T) weight of each token in the loss. Call it for the whole step, before rows
+    are left out and microbatches are cut: the gradient then depends on neither."""
+    mask = batch["response_mask"]
     if cfg.mask_truncated:
-        in_loss = mask & torch.tensor([[r.finished] for r in responses], device=mask.device)
-    teaches = (batch["advantages"] * mask).any(dim=1, keepdim=True)
-    in_means = (mask & (teaches | has_reference | ~teaches.any())).float()
-    return {"weights": AVERAGES[cfg.loss_average](in_loss.float(), cfg.max_new_tokens),
-            "mean_weights": in_means / in_means.sum()}
+        mask = mask & batch["finished"]
+    return AVERAGES[cfg.loss_average](mask.float(), cfg.max_new_tokens)
 
 
-@mechanics
+def keep_rows(batch, rows):
+    """Returns some rows of a batch: (B,) booleans, or indices."""
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
-    row. Rows of similar length come together, the longest first, since they need most memory. Rows
-    without a weight in the means are last, by themselves: support/ can skip them."""
+    row. Rows of similar length come together, the longest first, since they need most memory.
+    support/ replaces this function where several processes share the work."""
     mask = batch["response_mask"]
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1).tolist()
-    in_means = batch.get("mean_weights", mask).any(dim=1).tolist()
-    order = sorted(range(len(lengths)), key=lambda row: (not in_means[row], -lengths[row]))
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    lengths = (mask * columns).amax(dim=1)
+    order = lengths.argsort(descending=True, stable=True)
     microbatches = []
-    while order:
-        width = max(1, lengths[order[0]])
+    while len(order) > 0:
+        width = max(1, lengths[order[0]].item())
         n_rows = max(1, max_tokens // width)
-        rows = [row for row in order[:n_rows] if in_means[row] == in_means[order[0]]]
-        microbatches.append({name: x[rows, :width] for name, x in batch.items()})
-        order = order[len(rows):]
+        rows = keep_rows(batch, order[:n_rows])
+        microbatches.append({name: tensor[:, :width] for name, tensor in rows.items()})
+        order = order[n_rows:]
     return microbatches
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Log-probs.  (B, T) ids -> log-probs of the response tokens, by the model's own forward pass.
+# 8. Log-probs.  In: (B, T) ids. Out: statistics of the response tokens.
 
-class TokenStatistics(NamedTuple):
-    """One float for each token, in nats. The last three are 0 without a reference."""
-    log_probs: torch.Tensor  # of the label
-    entropy: torch.Tensor  # over the vocabulary
-    ref_log_probs: torch.Tensor  # the reference's log-prob of the label; without a gradient
-    exact_kl: torch.Tensor  # KL(policy || reference) over the vocabulary
-    forward_kl: torch.Tensor  # KL(reference || policy) over the vocabulary
+LOGITS_AT_ONCE = 67_108_864  # float32 logits that a microbatch may hold, without support/
+
+
+def all_log_probs(logits, temperature):
+    """(N, V) logits -> (N, V) log-probs, of forbidden tokens (logit -inf) -1e9, not -inf: with a
+    probability of 0 they then add 0 to sums over the vocabulary and to their gradients."""
+    return scale_logits(logits, temperature).log_softmax(dim=1).clamp(min=-1e9)
 
 
 def statistics_of_logits(logits, labels, temperature, ref_logits=None):
-    """(N, V) logits of the policy and, with a reference, of the reference, (N,) labels ->
-    TokenStatistics of (N,) tensors. All that the loss knows of the logits is computed here. A token
-    that is forbidden (logit -inf) adds 0 to the sums and to their gradients; one that the reference
-    alone forbids makes exact_kl infinite."""
+    """(N, V) logits of the policy and a reference, (N,) labels -> dict of (N,) tensors, in nats.
+
+    All that the loss knows of the logits is computed here. A tensor that you add reaches
+    grpo_microbatch_step under its name and, as a mean over tokens, the log."""
     labels = labels[:, None]
-    log_p = scale_logits(logits, temperature).log_softmax(dim=1)
-    log_probs = log_p.gather(1, labels)[:, 0]
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(dim=1)
-    if ref_logits is None:
-        return TokenStatistics(log_probs, entropy, *[torch.zeros_like(entropy)] * 3)
-    ref_log_p = scale_logits(ref_logits, temperature).log_softmax(dim=1)
-    exact_kl = (log_p.exp() * (log_p - ref_log_p).nan_to_num(posinf=math.inf, neginf=0)).sum(dim=1)
-    forward_kl = (ref_log_p.exp() * (ref_log_p - log_p).nan_to_num(posinf=0, neginf=0)).sum(dim=1)
-    return TokenStatistics(log_probs, entropy, ref_log_p.gather(1, labels)[:, 0], exact_kl,
-                           forward_kl)
+    log_p = all_log_probs(logits, temperature)
+    stats = {
+        "log_probs": log_p.gather(1, labels)[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(dim=1),
+    }
+    if ref_logits is not None:
+        ref_log_p = all_log_probs(ref_logits, temperature)
+        difference = log_p - ref_log_p
+        stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
+        stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
+        stats["kl_forward"] = -(ref_log_p.exp() * difference).sum(dim=1)  # KL(reference || policy)
+    return stats
 
 
-@mechanics
+def response_logits(model, rows, bf16):
+    """Returns the (N, V) logits at the N response tokens. With padding on the right a causal model
+    needs no attention mask."""
+    with torch.autocast(rows["input_ids"].device.type, torch.bfloat16, enabled=bf16):
+        outputs = model(input_ids=rows["input_ids"], use_cache=False)
+    return outputs.logits[rows["response_mask"]]
+
+
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
-    """rows: (B, T) "input_ids", "labels", "response_mask" -> TokenStatistics of (B, T) tensors, 0
-    outside the mask. With padding on the right a causal model needs no attention mask. The (N, V)
-    logits of all N response tokens are in memory at once; main() bounds N."""
+    """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
+    mask. The logits of all N response tokens are in memory at once; main() bounds N.
+    support/ replaces this function by one that holds some of the logits at a time."""
     mask = rows["response_mask"]
-
-    def logits_of(model):
-        with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-            return model(input_ids=rows["input_ids"], use_cache=False).logits[mask]
-
-    with torch.no_grad():
-        ref_logits = None if ref_model is None else logits_of(ref_model)
-    stats = statistics_of_logits(logits_of(model), rows["labels"][mask], temperature, ref_logits)
-    zeros = stats.log_probs.new_zeros(mask.shape)
-    return TokenStatistics(*(zeros.masked_scatter(mask, values) for values in stats))
+    ref_logits = None
+    if ref_model is not None:
+        with torch.no_grad():  # the only place that runs the reference
+            ref_logits = response_logits(ref_model, rows, bf16)
+    logits = response_logits(model, rows, bf16)
+    stats = statistics_of_logits(logits, rows["labels"][mask], temperature, ref_logits)
+    zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=mask.device)
+    return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
 
 
-def get_response_log_probs(model, input_ids, labels, response_mask=None, temperature=1.0,
-                           bf16=False):
+def get_response_log_probs(model, input_ids, labels, response_mask, temperature=1.0, bf16=False):
     """For programs of yours: (B, T) ids and labels -> (B, T) float32 log-probs, 0 where masked."""
-    mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
-    rows = {"input_ids": input_ids, "labels": labels, "response_mask": mask.bool()}
-    return token_statistics(model, rows, temperature, bf16).log_probs
+    rows = {"input_ids": input_ids, "labels": labels, "response_mask": response_mask.bool()}
+    return token_statistics(model, rows, temperature, bf16)["log_probs"]
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. Loss.  Log-probs and advantages -> loss of each token.
-
-def masked_mean(tensor, mask, dim=None):
-    """For the log: the mean where the mask is 1, or 0 where it is empty. Masked nan do no harm."""
-    tensor, mask = torch.broadcast_tensors(tensor, mask.bool())
-    return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
-
-
-def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, mask=None, kl_settings=None, vocab_kl=None, sampler_log_probs=None):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
-    (section 11), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    (low, high), DAPO's "clip-higher". Take no mean here: it would be over one microbatch alone."""
-    kl_settings = kl_settings or KLSettings()
-    mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if mask is None else mask.bool()
-    policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
-    old_log_probs = torch.where(mask, old_log_probs, 0.0)
-    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
-    # its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
-    clip_low, clip_high = clip_range if isinstance(clip_range, (tuple, list)) else [clip_range] * 2
-    ratio = torch.exp(policy_log_probs - old_log_probs)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)  # for the log, of this clip
-    too_high = (ratio > 1 + clip_high) & (advantages > 0)
-    metadata = {"ratio_mean": ratio, "clip_frac": too_low | too_high,
-                "clip_frac_low": too_low, "clip_frac_high": too_high}
-    if ref_log_probs is not None:
-        ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        sampler_log_probs = old_log_probs if sampler_log_probs is None else sampler_log_probs
-        penalty, of_kl = kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask,
-                                    kl_settings, vocab_kl)
-        metadata |= of_kl
-        if kl_coef and kl_settings.kl_in != "reward":
-            loss = loss + kl_coef * penalty
-    return loss, {key: masked_mean(x.detach().to(loss.dtype), mask) for key, x in metadata.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# 10. Update.  Microbatches -> gradients of the step's loss, and its means over tokens.
-
-@mechanics
-def have_slope(slopes):
-    """[(statistic, slope of the loss at it)] -> whether any slope is not 0."""
-    return any(slope.any() for _, slope in slopes)
-
-
-def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
-    """Forward pass, loss and backward pass of one microbatch.
-
-    rows: (B, T) "input_ids", "labels", "response_mask", "weights", "rollout_log_probs"; (B, 1) or
-    (B, T) "advantages". The first pass over these rows sets rows["old_log_probs"], so its ratio is
-    1; later epochs keep them. recipes/minibatches.patch makes an optimiser step per minibatch.
-    Returns its part of the step's loss, and metadata: means over its tokens."""
-    mask = rows["response_mask"]
-    attached = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-    # Two backward passes: from the loss to these copies, then from them to the weights. The second
-    # is the slow one, and left out where all slopes are 0.
-    statistics = TokenStatistics(*(x.detach().requires_grad_(x.requires_grad) for x in attached))
-    log_probs = statistics.log_probs
-    vocab_kl = getattr(statistics, EXACT.get(cfg.kl_estimator, "exact_kl"))
-    ref_log_probs = None if ref_model is None else statistics.ref_log_probs
-    old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())  # later epochs find it
-    advantages = rows["advantages"]
-    if ref_model is not None and cfg.kl_in == "reward":
-        advantages = put_kl_into_advantages(advantages, rows["rollout_log_probs"], ref_log_probs,
-                                            mask, kl_coef, cfg)
-    # The sampler's engine computes slightly other log-probs than the trainer; the PPO term and the
-    # KL are corrected for it (truncated importance sampling, arXiv:2508.04700).
-    sampler_error = old_log_probs - rows["rollout_log_probs"]
-    sampler_log_probs = None
-    if cfg.importance_cap is not None:
-        sampler_log_probs = rows["rollout_log_probs"]
-        advantages = advantages * sampler_error.exp().clamp(max=cfg.importance_cap)
-    loss, metadata = compute_loss(
-        advantages, log_probs, old_log_probs, cfg.clip_range, ref_log_probs, kl_coef, mask,
-        kl_settings=cfg, vocab_kl=vocab_kl, sampler_log_probs=sampler_log_probs)
-    loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
-    loss.backward()
-    slopes = [(x, leaf.grad) for x, leaf in zip(attached, statistics) if leaf.grad is not None]
-    if have_slope(slopes):
-        torch.autograd.backward(*zip(*slopes))  # (the statistics, their slopes)
-    seen = {"entropy": statistics.entropy, "sampler_logprob_diff": sampler_error.abs()}
-    if ref_model is not None:  # both divergences, whichever is penalised
-        seen |= {"kl_per_token": statistics.exact_kl, "kl_forward": statistics.forward_kl}
-    return loss.detach(), metadata | {
-        name: masked_mean(values.detach(), mask) for name, values in seen.items()}
-
-
-@mechanics
-def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
-    """Adds up the gradients of a step. Returns its loss, and means over its tokens."""
-    sums = Counter()  # Counter.update adds up
-    for rows in microbatches:
-        loss, metadata = grpo_microbatch_step(policy, rows, cfg, ref_model, kl_coef)
-        share = rows["mean_weights"].sum()
-        sums.update({"loss": loss} | {name: value * share for name, value in metadata.items()})
-    return {name: value.item() for name, value in sums.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# 11. KL penalty.  Log-probs -> a penalty per token.
+# 9. KL penalty.  In: log-probs. Out: a penalty for each token.
+#
 # Below, d = log pi - log ref, at a token that the policy sampled. Three choices are independent of
 # each other: the estimator (which number), the gradient (of what), the placement (who pays for it).
 
-# d -> an estimate of KL(policy || reference) in nats: a value to report. The gradient: kl_penalty.
-ESTIMATORS = {
-    "k1": lambda d: d,  # unbiased, can be negative
-    "k2": lambda d: d.square() / 2,  # biased
-    # exp(-d) - 1 + d: unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020)
-    "k3": lambda d: torch.expm1(-d) + d,
-}
 
-# Estimators that are sums over the vocabulary, with their own gradient: fields of TokenStatistics.
-EXACT = {"exact": "exact_kl", "exact_forward": "forward_kl"}
-
-# A term rule: (kl (B, T), lengths (B, 1) in tokens, cfg) -> (B, T), penalised instead of kl; its
-# slope scales the gradient. support/ adds rules of both kinds; "_sound" marks a repaired one.
-TERM_RULES = {"clip_sound": lambda kl, lengths, cfg: kl}  # unchanged: log_ratio_cap cuts d
+def k1(d):
+    """Unbiased, can be negative."""
+    return d
 
 
-def target_sound_rule(c, cfg, kl, reward):
-    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
-    error = math.log(max(c.state["kl"], 1e-9) / cfg.kl_target)
-    beta = c.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
-    return max(0.1 * c.start, min(10 * c.start, beta))
+def k2(d):
+    """Biased, never negative."""
+    return d.square() / 2
 
 
-# (c: KLController, cfg, and of the step kl, nats per token, and reward, its mean) -> the next
-# beta. c.state["step"] is the number of the optimiser step.
-COEFFICIENT_RULES = {"target_sound": target_sound_rule}
+def k3(d):
+    """exp(-d) - 1 + d: unbiased, never negative (J. Schulman, "Approximating KL divergence")."""
+    return torch.expm1(-d) + d
 
 
-class KLSettings(SimpleNamespace):
-    """The settings of a KL term for programs of yours: main()'s parameters with these changes. In
-    this file cfg takes its place."""
+# d -> an estimate of KL(policy || reference) in nats. It is the value; sampled_kl has the gradient.
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
-    def __init__(self, **changes):
-        defaults = {name: x.default for name, x in inspect.signature(main).parameters.items()}
-        super().__init__(**defaults | {"max_new_tokens": 256} | changes)
-        check_kl_names(self)
+# Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
+EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
-
-def check_kl_names(cfg):
-    """Raises InputError for a value that is not known: it would act like the default."""
-    check_known("kl_in", cfg.kl_in, ["loss", "loss_to_go", "reward"])
-    in_reward = cfg.kl_in == "reward"
-    check_known("kl_estimator" + " (in the reward)" * in_reward, cfg.kl_estimator,
-                ESTIMATORS if in_reward else ESTIMATORS | EXACT)
-    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
-    rules = cfg.kl_adaptation_method.split("+")
-    for rule in rules:
-        check_known("kl_adaptation_method", rule, ["none", *TERM_RULES, *COEFFICIENT_RULES])
-    if any(sum(x in kind for x in rules) > 1 for kind in (TERM_RULES, COEFFICIENT_RULES)):
-        raise InputError(f"kl_adaptation_method = {cfg.kl_adaptation_method!r} has two rules of a "
-                         "kind; give one for the term and one for the coefficient at most")
+# A term rule: (kl, d, mask, all (B, T), cfg) -> (B, T), penalised in the place of kl; its slope
+# scales the gradient. A coefficient rule: (KLController, cfg, and of the step kl, nats per token,
+# and mean reward) -> the next beta. support/adaptive_rules.py adds rules of both kinds.
+TERM_RULES = {}
+COEFFICIENT_RULES = {}
 
 
 def rule_among(rules, cfg):
-    """Returns the name among the rules in cfg.kl_adaptation_method, such as "a+b", or None."""
-    return next((name for name in cfg.kl_adaptation_method.split("+") if name in rules), None)
+    """Returns the rule that cfg.kl_adaptation_method, such as "a+b", names among these, or None."""
+    for name in cfg.kl_adaptation_method.split("+"):
+        if name in rules:
+            return rules[name]
+    return None
 
 
-def log_ratio_cap(cfg):
-    """Where "clip_sound" cuts d in the gradient, in nats."""
-    return (cfg.kl_clip_threshold or 5.0) if rule_among(["clip_sound"], cfg) else math.inf
+def cfg_with(**changes):
+    """Returns the settings of main() with these changes, for tests and programs of yours."""
+    parameters = inspect.signature(main).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return SimpleNamespace(**{**defaults, **changes})
 
 
-def adapted_kl(kl, mask, cfg):
-    """(B, T) KL -> (B, T) what is penalised."""
-    name = rule_among(TERM_RULES, cfg)
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return kl if name is None else TERM_RULES[name](kl, lengths, cfg)
+class KLSettings(SimpleNamespace):
+    """main()'s settings of the KL term, with these changes, for programs of yours that use it
+    alone. In this file cfg takes its place."""
+
+    def __init__(self, **changes):
+        defaults = vars(cfg_with())
+        of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
+        super().__init__(**{**of_kl, **changes})
+        check_kl_settings(self)
+
+
+def check_kl_settings(cfg):
+    """Raises InputError for settings of the KL term that would act like others without a word."""
+    check_known("kl_in", cfg.kl_in, ["loss", "loss_to_go", "reward"])
+    check_known("kl_estimator", cfg.kl_estimator, [*ESTIMATORS, *EXACT])
+    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
+    for name in cfg.kl_adaptation_method.split("+"):
+        check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
-    """(B, T), (B, T) -> (B, T) float32: the estimate of the KL at each token, in nats."""
-    check_known("kl_estimator (of two log-probs)", estimator, ESTIMATORS)
-    dtype = torch.promote_types(policy_log_probs.dtype, torch.float32)
-    return ESTIMATORS[estimator](policy_log_probs.to(dtype) - ref_log_probs.to(dtype))
+    """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
+    return ESTIMATORS[estimator](policy_log_probs.float() - ref_log_probs.float())
 
 
-def with_gradient_of(value, surrogate):
-    """Returns the value, to whose gradient, if it has one, that of the surrogate is added."""
+def add_gradient(value, surrogate):
+    """Returns the value. Its gradient is its own, if it has one, plus that of the surrogate."""
     return value + (surrogate - surrogate.detach())
+
+
+def sampled_kl(policy_log_probs, ref_log_probs, weight, cfg):
+    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the value is that of the estimator.
+
+    The gradient is weight * d * grad log pi. With weight = pi / sampler its mean over what the
+    sampler draws is the gradient of KL(policy || reference), whichever estimator gives the value.
+    kl_gradient = "as_written" differentiates the estimator itself, to reproduce papers."""
+    d = policy_log_probs - ref_log_probs
+    estimator = ESTIMATORS[cfg.kl_estimator]
+    if cfg.kl_gradient == "as_written":
+        return estimator(d)
+    d = d.detach()
+    value = estimator(d.clamp(-20, 20))  # beyond, exp(-d) could overflow
+    return add_gradient(value, weight * d * policy_log_probs)
+
+
+def apply_term_rule(kl, d, mask, cfg):
+    """(B, T) KL and log-ratios -> (B, T) what is penalised."""
+    rule = rule_among(TERM_RULES, cfg)
+    if rule is None:
+        return kl
+    return rule(kl, d, mask, cfg)
 
 
 def sum_to_go(kl, mask):
@@ -850,51 +819,49 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
+def penalty_in_reward(d, mask, cfg):
+    """(B, T) log-ratios at the rollout -> (B, T) what compute_loss takes off each advantage: a
+    token pays for its own KL and for that of all later ones. With k1, and where the loss divides by
+    a constant, this gives the gradient of the response's KL. With a term rule, which may look at
+    the whole response, each token pays for all."""
+    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
+    to_go = sum_to_go(kl, mask)
+    if rule_among(TERM_RULES, cfg) is not None:
+        return to_go[:, :1].expand_as(to_go)
+    return to_go
+
+
 def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """(B, T) log-probs -> (B, T) penalty, which compute_loss multiplies by beta, (B, T) metadata.
+    """(B, T) log-probs -> (B, T) penalty, which compute_loss multiplies by beta, and (B, T) tensors
+    for the log. vocab_kl: (B, T), the KL over the vocabulary that an estimator in EXACT asks for.
 
-    By default its value is k3(d), and its gradient w * d * grad log pi, with w = pi / sampler. The
-    mean of that over what the sampler draws is the gradient of KL(policy || reference) at the
-    states it visits. kl_ratio_cap cuts w, which bounds the gradient and biases it."""
-    d, cap = (policy_log_probs - ref_log_probs).detach(), log_ratio_cap(cfg)
+    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
+    d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    capped_ratio = ratio.clamp(max=cfg.kl_ratio_cap)
-    if cfg.kl_estimator in EXACT and vocab_kl is not None:  # it has its own gradient
+    weight = ratio.clamp(max=cfg.kl_ratio_cap)
+    count = weight  # for the log: each sampled token stands for so many
+    if cfg.kl_estimator in EXACT:
         kl = vocab_kl
-    elif cfg.kl_gradient == "as_written":  # that of the estimator, to reproduce papers
-        kl = compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
+        count = 1.0
     else:
-        capped_d = d.clamp(-cap, cap)
-        value = compute_kl_divergence(  # at most 20 nats, so that exp(-d) does not overflow
-            capped_d.clamp(-20, 20), torch.zeros_like(d), cfg.kl_estimator)
-        kl = with_gradient_of(value, capped_ratio * capped_d * policy_log_probs)
-    adapted = penalty = adapted_kl(kl, mask, cfg)
+        kl = sampled_kl(policy_log_probs, ref_log_probs, weight, cfg)
+    adapted = apply_term_rule(kl, d, mask, cfg)
+    penalty = adapted
     if cfg.kl_in == "loss_to_go":
-        # Token t also pays for the later KL, to which it leads: by later * w * grad log pi_t. This
-        # is, on-policy, the gradient of whole responses' KL; "exact" has the least noise.
+        # Token t also pays for the later KL, to which it leads: by later * weight * grad log pi_t.
+        # This is, on-policy, the gradient of whole responses' KL; "exact" has the least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
-        penalty = with_gradient_of(adapted, capped_ratio * later * policy_log_probs)
-    # The rest is for the log. What is estimated counts each sampled token w times.
-    estimates = {name: capped_ratio * f(d.clamp(-20, 20)) for name, f in ESTIMATORS.items()}
-    is_exact = cfg.kl_estimator in EXACT
-    return penalty, {
-        "kl_penalty_mean": kl if is_exact else estimates[cfg.kl_estimator],
-        "kl_per_token": estimates["k3"] if vocab_kl is None else vocab_kl,
-        "adaptive_kl/adapted_kl": adapted if is_exact else capped_ratio * adapted,
-        "kl_capped_frac": (ratio > cfg.kl_ratio_cap) | (d.abs() > cap),
-        **{f"kl_{name}": values for name, values in estimates.items()},
+        penalty = add_gradient(adapted, weight * later * policy_log_probs)
+    elif cfg.kl_in == "reward":
+        penalty = penalty_in_reward((sampler_log_probs - ref_log_probs).detach(), mask, cfg)
+    metadata = {
+        "kl_penalty_mean": count * kl,
+        "adaptive_kl/adapted_kl": count * adapted,
+        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
     }
-
-
-def put_kl_into_advantages(advantages, log_probs, ref_log_probs, mask, kl_coef, cfg):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs at rollout -> (B, T) advantages: token t pays
-    kl_coef * (KL_t + KL_t+1 + ...). With k1, and where the loss divides by a constant, this is the
-    gradient of the response's KL. With a published term rule each token pays for all."""
-    cap = log_ratio_cap(cfg)
-    d = (log_probs - ref_log_probs).detach().clamp(-cap, cap)
-    to_go = sum_to_go(adapted_kl(ESTIMATORS[cfg.kl_estimator](d), mask, cfg), mask)
-    pays_for_later = rule_among(TERM_RULES, cfg) in (None, "clip_sound")
-    return advantages - kl_coef * (to_go if pays_for_later else to_go[:, :1])
+    for name, estimator in ESTIMATORS.items():
+        metadata[f"kl_{name}"] = weight * estimator(d.clamp(-20, 20))
+    return penalty, metadata
 
 
 class KLController:
@@ -903,9 +870,10 @@ class KLController:
     def __init__(self, kl_coef, settings, state=None):
         self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
-        self.state = {"beta": kl_coef, "step": 0, "kl": None, "reward": None} | (state or {})
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.state["beta"] = self.state["beta"] if self.rule else kl_coef  # that of a resumed run
+        self.state = state or {"step": 0}  # and what the rule keeps from step to step
+        if state is None or self.rule is None:
+            self.state["beta"] = kl_coef
 
     @property
     def beta(self):
@@ -914,94 +882,303 @@ class KLController:
     def update(self, kl, reward):
         """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
         self.state["step"] += 1
-        if not (math.isfinite(kl) and math.isfinite(reward)):
-            return
-        for name, value in (("kl", kl), ("reward", reward)):
-            average = self.state[name]
-            self.state[name] = value if average is None else 0.8 * average + 0.2 * value
-        if self.rule:
-            self.state["beta"] = COEFFICIENT_RULES[self.rule](self, self.settings, kl, reward)
+        if self.rule is not None and math.isfinite(kl + reward):
+            self.state["beta"] = self.rule(self, self.settings, kl, reward)
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Evaluate and log.
+# 10. Loss.  In: log-probs and advantages. Out: the loss of each token, and the step's gradient.
+
+
+def masked_mean(tensor, mask, dim=None):
+    """For the log: the mean where the mask is 1, or 0 where it is empty. Masked nan do no harm."""
+    mask = mask.bool()
+    return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def means_of_tokens(tensors, mask):
+    """For the log: {name: (B, T) tensor} -> {name: its mean over the mask}."""
+    return {name: masked_mean(tensor.detach().float(), mask) for name, tensor in tensors.items()}
+
+
+def compute_loss(
+    advantages,
+    policy_log_probs,
+    old_log_probs,
+    clip_range,
+    ref_log_probs=None,
+    kl_coef=0.0,
+    mask=None,
+    kl_settings=None,
+    vocab_kl=None,
+    sampler_log_probs=None,
+    importance_cap=math.inf,
+):
+    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
+    (section 9), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
+    (low, high), DAPO's "clip-higher". Take no mean here: it would be over one microbatch alone."""
+    if mask is None:
+        mask = torch.ones_like(policy_log_probs)
+    mask = mask.bool()
+    policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
+    old_log_probs = torch.where(mask, old_log_probs, 0.0)
+    if sampler_log_probs is None:
+        sampler_log_probs = old_log_probs
+    metadata = {}
+    kl_loss = 0.0
+    if ref_log_probs is not None:
+        kl_settings = kl_settings or KLSettings()
+        ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
+        penalty, metadata = kl_penalty(
+            policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl_settings, vocab_kl
+        )
+        if kl_settings.kl_in == "reward":
+            advantages = advantages - kl_coef * penalty
+        else:
+            kl_loss = kl_coef * penalty
+    # The sampler's engine computes slightly other log-probs than the trainer. Each token is
+    # weighted by their ratio: truncated importance sampling (arXiv:2508.04700).
+    importance = torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
+    advantages = advantages * importance
+    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
+    # its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
+    clip_low = clip_high = clip_range
+    if isinstance(clip_range, (tuple, list)):
+        clip_low, clip_high = clip_range
+    ratio = torch.exp(policy_log_probs - old_log_probs)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    metadata["ratio_mean"] = ratio
+    metadata["clip_frac"] = clipped_ratio * advantages < ratio * advantages
+    return loss + kl_loss, means_of_tokens(metadata, mask)
+
+
+def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
+    """Forward pass, loss and backward pass of one microbatch.
+
+    rows: what make_batch returns, and "weights". The first pass over them sets "old_log_probs", so
+    that its ratio is 1; later epochs keep them. Returns its part of the step's loss, and metadata:
+    means over its tokens. recipes/minibatches.patch makes an optimiser step per minibatch.
+    support/ wraps this function: where memory runs out, the microbatch is cut in two."""
+    mask = rows["response_mask"]
+    stats = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    log_probs = stats["log_probs"]
+    if "old_log_probs" not in rows:
+        rows["old_log_probs"] = log_probs.detach()
+    old_log_probs = rows["old_log_probs"]
+    sampler_log_probs = rows["rollout_log_probs"]
+    stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
+    loss, metadata = compute_loss(
+        rows["advantages"],
+        log_probs,
+        old_log_probs,
+        cfg.clip_range,
+        stats.get("ref_log_probs"),
+        kl_coef,
+        mask,
+        kl_settings=cfg,
+        vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),
+        sampler_log_probs=sampler_log_probs,
+        importance_cap=cfg.importance_cap,
+    )
+    loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
+    loss.backward()
+    if stats.keys() & metadata.keys():
+        raise InputError(f"rename {stats.keys() & metadata.keys()}: compute_loss logs that, too")
+    return loss.detach(), {**metadata, **means_of_tokens(stats, mask)}
+
+
+# --------------------------------------------------------------------------------------------------
+# 11. Evaluate and log.
+
 
 def evaluate(policy, llm, tokenizer, problems, cfg):
     """Samples one response to each held-out problem, of the task and of other skills. Returns
     {"solved", "reward_mean", "retention_<skill>", ...} and samples (problem, text, reward)."""
-    prompts = [problem["prompt_ids"] for problem in problems.held_out + problems.skills]
+    held_out, skills = problems.held_out, problems.skills
+    n = len(held_out)
+    prompts = [problem["prompt_ids"] for problem in held_out + skills]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
-    n = len(problems.held_out)
-    texts, rewards, solved, means = score(responses[:n], problems.held_out, tokenizer, cfg.reward)
-    metrics = {"solved": solved.float().mean().item(), "reward_mean": rewards.mean().item(),
-               "response_length": sum(len(r.response_ids) for r in responses[:n]) / n, **means}
-    if cfg.eval_samples > 1:  # pass@k of more samples, unbiased (arXiv:2107.03374)
-        more = rollout(policy, llm, prompts[:n], cfg, "pass@k", cfg.eval_samples, cfg.temperature)
-        _, _, solved, _ = score(more, problems.held_out, tokenizer, cfg.reward)
-        n_wrong = (~solved).reshape(n, -1).sum(dim=1).tolist()
-        for k in (2**i for i in range(cfg.eval_samples.bit_length())):
-            missed = sum(math.comb(wrong, k) for wrong in n_wrong) / math.comb(cfg.eval_samples, k)
-            metrics[f"pass_at_{k}"] = 1 - missed / n
-    _, _, right, _ = score(responses[n:], problems.skills, tokenizer, reward_fn)
-    for skill in sorted({problem["skill"] for problem in problems.skills}):
-        of_skill = torch.tensor([problem["skill"] == skill for problem in problems.skills])
-        metrics[f"retention_{skill}"] = right[of_skill].float().mean().item()
-    return metrics, list(zip(problems.held_out, texts, rewards.tolist()))
+    texts, rewards = score(responses[:n], held_out, tokenizer, cfg.reward)
+    lengths = [len(response.response_ids) for response in responses[:n]]
+    metrics = {
+        "solved": (rewards >= 1).float().mean().item(),
+        "reward_mean": rewards.mean().item(),
+        "response_length": sum(lengths) / n,
+    }
+    if skills:
+        _, rewards_of_skills = score(responses[n:], skills, tokenizer, score_answer)
+        right_by_skill = {}
+        for problem, reward in zip(skills, rewards_of_skills):
+            right_by_skill.setdefault(problem["skill"], []).append(reward >= 1)
+        for name, is_right in sorted(right_by_skill.items()):
+            metrics[f"retention_{name}"] = torch.stack(is_right).float().mean().item()
+    return metrics, list(zip(held_out, texts, rewards.tolist()))
 
 
-@mechanics
 def log_train(run, step, metrics):
     """Writes the metrics of a step to TensorBoard, and a line to the console."""
-    for name, value in metrics.items():
-        run.log("add_scalar", name if "/" in name else f"train/{name}", value, step)
-    line = (f"Step {step} | Loss: {metrics['loss']:.4f} | Grad norm: {metrics['grad_norm']:.4f} "
-            f"| Reward: {metrics['reward_mean']:.3f} | Equal: {metrics['frac_zero_std']:.0%} "
-            f"| Length: {metrics['response_length']:.1f} | {metrics['time/total']:.2f} s")
+    run.log("train", metrics, step)
+    line = (
+        f"Step {step} | Loss: {metrics['loss']:.4f} | Grad norm: {metrics['grad_norm']:.4f} "
+        f"| Reward: {metrics['reward_mean']:.3f} | Equal: {metrics['frac_zero_std']:.0%} "
+        f"| Length: {metrics['response_length']:.1f} | {metrics['time/total']:.2f} s"
+    )
     if "kl_penalty" in metrics:
-        line += (f" | KL penalty: {metrics['kl_penalty']:.4f} "
-                 f"| beta: {metrics['adaptive_kl/current_beta']:.3g}")
+        beta = metrics["adaptive_kl/current_beta"]
+        line += f" | KL penalty: {metrics['kl_penalty']:.4f} | beta: {beta:.3g}"
     print(line, flush=True)
 
 
 def log_eval(run, step, metrics):
     """Writes an evaluation to TensorBoard, and a line to the console."""
-    line = (f"Eval at step {step} | Solved: {metrics['solved']:.1%} "
-            f"| Reward: {metrics['reward_mean']:.3f} | Length: {metrics['response_length']:.1f}")
+    run.log("eval", metrics, step)
+    line = (
+        f"Eval at step {step} | Solved: {metrics['solved']:.1%} "
+        f"| Reward: {metrics['reward_mean']:.3f} | Length: {metrics['response_length']:.1f}"
+    )
     for name, value in metrics.items():
-        run.log("add_scalar", f"eval/{name}", value, step)
-        if name.startswith(("retention_", "pass_at_")):
+        if name.startswith("retention_"):
             line += f" | {name.removeprefix('retention_')}: {value:.0%}"
     print(line, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
+# 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
+
+
+def checkpoint_of(policy, optimizer):
+    """Returns what a checkpoint holds of weights and moments.
+    support/ replaces this function and the next one: for LoRA, and for several processes."""
+    return {"model": policy.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def load_checkpoint(policy, optimizer, saved):
+    """Loads weights and moments. The optimiser keeps its settings, such as weight_decay."""
+    policy.load_state_dict(saved["model"])
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+
+
+class Run:
+    """A run's folder, and its state: what one step hands to the next besides the weights."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.state = {"step": 0, "controller": None, "before": None, "after": None}
+        self.writes_files = True  # as the only process, or the first of several
+        self.stop = 0  # support/ sets it at Ctrl-C or SIGTERM: end after this step
+        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
+        self.folder = Path(cfg.out_dir) / name
+        if cfg.resume:
+            runs = [Path(cfg.resume)] if cfg.resume is not True else self.folder.parent.glob("*")
+            self.folder = max(runs, default=Path("runs"))
+            if not (self.folder / "settings.json").is_file():
+                raise InputError(f"resume: {self.folder} is no folder of a run; give one")
+
+    def open(self, policy, optimizer):
+        """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[-1:]:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            load_checkpoint(policy, optimizer, saved)
+            self.state = saved["state"]
+            print(f"resumed: {self.folder} after step {self.state['step']}")
+        if self.writes_files:
+            # What was logged after the checkpoint is dropped, since it will be logged again.
+            next_step = self.state["step"] + (self.state["before"] is not None)
+            self.writer = SummaryWriter(self.folder, purge_step=next_step)
+            settings = json.dumps(vars(self.cfg), default=str, indent=1)
+            (self.folder / "settings.json").write_text(settings, "utf-8")
+
+    def log(self, kind, metrics, step):
+        """Writes {name: number} to TensorBoard, under kind/ where a name has no kind of its own."""
+        if self.writes_files:
+            for name, value in metrics.items():
+                self.writer.add_scalar(name if "/" in name else f"{kind}/{name}", value, step)
+
+    def save(self, policy, optimizer):
+        """Writes checkpoint_<step>.pt, which gets this name when it is on the disk: a checkpoint is
+        whole or it is not there. The last two are kept."""
+        content = {**checkpoint_of(policy, optimizer), "state": self.state}
+        if not self.writes_files:
+            return
+        unfinished = self.folder / "unfinished"
+        with open(unfinished, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self.folder / f"checkpoint_{self.state['step']:08d}.pt")
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            path.unlink()
+
+
+# --------------------------------------------------------------------------------------------------
 # 13. The loop.
 
-def check_log_probs(means, step, cfg, first_diff):
-    """Raises RunStopped where the sampler's log-probs differ from the trainer's by much more than
-    in step 1 (stale weights) or by 1 nat, and where in step 1 the reference is not the policy."""
-    diff, limit = means["sampler_logprob_diff"], cfg.max_sampler_diff
-    if limit == "auto":  # bf16 engines round by 0.01 to 0.1, GPUs multiply in TF32 in places
-        rounding = 0.02 if cfg.bf16 else 1e-3 if cfg.device.type == "cpu" else 1e-2
-        limit = 0.1 if cfg.bf16 and step == 1 else rounding + 4 * (first_diff or 0.0)
-    text = f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token"
-    if limit is not None and not diff <= limit:
-        if step > 1 or cfg.engine == "vllm" or not diff < 1:
-            raise RunStopped(f"{text} (limit {limit:.2g}): the sampler has stale or other weights "
-                             "(load_policy_into_vllm_instance) or draws otherwise; if on purpose, "
-                             "set max_sampler_diff = None and see recipes/off_policy.patch")
-        print(f"Warning: {text} with equal weights: draw_tokens and the loss do not agree; later "
-              "steps may differ by four times that if max_sampler_diff is 'auto'")
-    moved = math.sqrt(2 * means.get("kl_k2", 0.0))  # k2 is d^2 / 2: the root mean square of d
-    if step == 1 and not moved < (0.5 if cfg.bf16 else 1e-4):
-        raise RunStopped(f"policy and reference differ by {moved:.2g} nats before training; if on "
-                         "purpose, delete this check")
+
+def sum_over_processes(sums):
+    """{name: number} -> the same. support/ replaces this function: several processes add theirs."""
+    return sums
 
 
-def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0,
-          watch=None):
+def add_scaled(sums, values, factor):
+    """Adds factor * values to sums, name by name."""
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + factor * value
+
+
+def clip_gradient(policy, max_norm):
+    """Scales the gradient down to this norm if it is longer. Returns its norm before.
+    support/ replaces this function where several processes share the work."""
+    return torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()
+
+
+def check_sampler(diff, step, first_diff, cfg):
+    """Raises RunStopped where the sampler's log-probs differ from the trainer's by 1 nat per token,
+    or much more than in step 1, as they do if the sampler has stale weights."""
+    limit = cfg.max_sampler_diff
+    if limit is None:
+        limit = 0.1 if cfg.engine == "vllm" else 1.0
+        if first_diff is not None:
+            limit = 4 * first_diff + (0.02 if cfg.bf16 else 2e-3)
+    if not diff <= limit:
+        raise RunStopped(
+            f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token (limit "
+            f"{limit:.2g}): the sampler has stale or other weights, or draws otherwise; if on "
+            "purpose, set max_sampler_diff = inf and see recipes/off_policy.patch"
+        )
+
+
+def leave_out_rows(policy, batch, step, state, cfg):
+    """Without a KL term a row whose advantages are all 0 has no gradient. Returns the batch without
+    such rows, which saves their forward pass, too.
+
+    If you give the loss another term, such as an entropy bonus, these rows have a gradient. So one
+    of them is tried, when there are some for the first time and in every tenth step."""
+    has_advantage = (batch["advantages"] != 0).any(dim=1)
+    if has_advantage.all() or not has_advantage.any():
+        return batch
+    if "leaves_out" not in state or step % 10 == 0:
+        first = has_advantage.int().argmin()
+        grpo_microbatch_step(policy, keep_rows(batch, first[None]), cfg)
+        leaves_out = clip_gradient(policy, cfg.max_grad_norm) == 0
+        policy.zero_grad()
+        if leaves_out != state.get("leaves_out"):
+            print(f"step {step}: rows without an advantage are left out: {leaves_out}")
+        state["leaves_out"] = leaves_out
+    if state["leaves_out"]:
+        return keep_rows(batch, has_advantage)
+    return batch
+
+
+def train(
+    policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
+):
     """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None is plain
     GRPO. watch: a function (step, metrics, samples) that looks on, from support/."""
+
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems, cfg)
         log_eval(run, step, metrics)
@@ -1011,76 +1188,83 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 
     state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
-    state["before"] = state["before"] or evaluate_at(state["step"])
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    n_prompts = cfg.rollout_batch_size // cfg.group_size
+    if state["before"] is None:
+        state["before"] = evaluate_at(state["step"])
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
         # 1. Sample a group of responses to each prompt with the current policy.
         start = time.perf_counter()
-        asked = problems_of_step(problems.train, step - 1,
-                                 cfg.rollout_batch_size // cfg.group_size, cfg.seed)
+        asked = problems_of_step(problems.train, step - 1, n_prompts, cfg.seed)
         prompts = [problem["prompt_ids"] for problem in asked]
         responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
         rollout_seconds = time.perf_counter() - start
 
         # 2. Score them. The advantages compare the responses of one group alone.
-        texts, rewards, _, reward_means = score(responses, asked, tokenizer, cfg.reward)
+        texts, rewards = score(responses, asked, tokenizer, cfg.reward)  # (P * G,)
         advantages, metrics = compute_group_normalized_advantages(
-            rewards, cfg.group_size, 1e-6, cfg.normalize_by_std)
+            rewards, cfg.group_size, 1e-6, cfg.normalize_by_std
+        )
 
-        # 3. Lay the step out in (B, T) microbatches, with the weight of each token in the loss.
+        # 3. Lay the step out in (B, T) microbatches. The weights are those of the whole step.
+        if cfg.gradient_checkpointing:
+            train_checkpointed_layers(policy)
         batch = make_batch(responses, advantages, policy.device)
-        batch |= weights_of_tokens(batch, responses, cfg, ref_model is not None)
+        batch["weights"] = weights_of_tokens(batch, cfg)
+        if ref_model is None:
+            batch = leave_out_rows(policy, batch, step, state, cfg)
+        n_tokens = batch["response_mask"].sum()
         microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
 
-        # 4. One optimiser step per epoch over the whole rollout. The rate is set here alone.
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * min(1.0, step / max(cfg.warmup_steps, 1))
-        sums = Counter()
+        # 4. One optimiser step per epoch over the whole rollout.
+        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
+            group["lr"] = learning_rate * min(1.0, step / max(1, cfg.warmup_steps))
         for epoch in range(cfg.epochs_per_rollout):
             beta = controller.beta
-            means = accumulate_gradients(policy, microbatches, cfg, ref_model, beta)
+            sums = {}
+            for rows in microbatches:
+                loss, means = grpo_microbatch_step(policy, rows, cfg, ref_model, beta)
+                share = rows["response_mask"].sum() / n_tokens
+                add_scaled(sums, {"loss": loss}, 1.0)
+                add_scaled(sums, means, share)
+            sums = sum_over_processes({name: value.item() for name, value in sums.items()})
             if epoch == 0:
-                check_log_probs(means, step, cfg, state["first_diff"])
-            for parameter in policy.parameters():  # 0, not None: else no momentum and no decay
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-            means["grad_norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
-            sums.update(means)  # of a Counter: it adds
-            if not (math.isfinite(means["loss"]) and math.isfinite(means["grad_norm"])):
-                optimizer.zero_grad()
-                state["skipped"] = [*state["skipped"], step]
+                check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
+            sums["grad_norm"] = clip_gradient(policy, cfg.max_grad_norm)
+            add_scaled(metrics, sums, 1 / cfg.epochs_per_rollout)
+            is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
+            if is_finite and sums["grad_norm"] > 0:  # else AdamW's moments would move the weights
+                optimizer.step()
+            optimizer.zero_grad()
+            if not is_finite:
                 print(f"Warning: step {step} is skipped, its loss or gradient is not finite")
                 break
-            optimizer.step()
-            optimizer.zero_grad()
             if ref_model is not None:
-                controller.update(means["kl_per_token"], metrics["reward_mean"])
+                controller.update(sums["kl_per_token"], metrics["reward_mean"])
 
         # 5. Log, evaluate and save.
-        seconds = time.perf_counter() - start
-        n_tokens = batch["response_mask"].sum().item()
-        metrics |= reward_means | {name: value / (epoch + 1) for name, value in sums.items()}
-        metrics |= {"lr": optimizer.param_groups[0]["lr"],
-                    "response_length": n_tokens / len(responses),
-                    "truncated_frac": sum(not r.finished for r in responses) / len(responses),
-                    "tokens_per_s": n_tokens / seconds, "skipped_steps": len(state["skipped"]),
-                    "time/rollout": rollout_seconds, "time/total": seconds}
+        n_sampled = sum(len(response.response_ids) for response in responses)
+        n_cut = sum(not response.finished for response in responses)
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics["response_length"] = n_sampled / len(responses)
+        metrics["truncated_frac"] = n_cut / len(responses)
+        metrics["time/rollout"] = rollout_seconds
+        metrics["time/total"] = time.perf_counter() - start
         if ref_model is not None:
-            metrics["kl_penalty"] = metrics["adaptive_kl/raw_kl"] = metrics.pop("kl_penalty_mean")
+            metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
-            metrics["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
-        state |= {"step": step, "controller": controller.state,  # in place: run.save() writes it
-                  "seconds": state["seconds"] + seconds,
-                  "first_diff": state["first_diff"] or metrics["sampler_logprob_diff"]}
+        state.setdefault("first_diff", metrics["sampler_logprob_diff"])
+        state["step"] = step
+        state["controller"] = controller.state
         log_train(run, step, metrics)
         if watch is not None:
             watch(step, metrics, (asked, texts, rewards, responses))
         is_last = run.stop or step == cfg.n_train_steps
-        if is_last or cfg.eval_every and step % cfg.eval_every == 0:
+        if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
             state["after"] = evaluate_at(step)
-        if is_last or cfg.save_every and step % cfg.save_every == 0:
-            run.save()
+        if is_last or (cfg.save_every and step % cfg.save_every == 0):
+            run.save(policy, optimizer)
         if is_last:
             break
 
@@ -1088,20 +1272,68 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None,
 # --------------------------------------------------------------------------------------------------
 # 14. The numbers.
 
-# A preset fills the parameters of main() that are None. preset="auto" is "qwen3-1.7b" on a GPU or
-# with a model_id of yours; otherwise "tiny", or without support/ "smollm2".
+# A preset fills the parameters of main() that are None. support/presets.py adds those of the small
+# models, and says which one preset="auto" is.
 PRESETS = {
-    "tiny": dict(  # the built-in model
-        model_id="tiny", task="countdown_small", n_train_steps=150, rollout_batch_size=256,
-        max_new_tokens=16, learning_rate=3e-4, warmup_steps=10, max_tokens_per_microbatch=8_192),
-    "smollm2": dict(  # a small pretrained model that learns on a laptop
-        model_id="HuggingFaceTB/SmolLM2-135M-Instruct", task="addition", n_train_steps=40,
-        rollout_batch_size=128, max_new_tokens=12, learning_rate=2e-5, warmup_steps=3,
-        max_tokens_per_microbatch=4_096),
     "qwen3-1.7b": dict(
-        model_id="Qwen/Qwen3-1.7B", task="countdown", n_train_steps=80, rollout_batch_size=128,
-        max_new_tokens=256, learning_rate=7e-6, warmup_steps=10, max_tokens_per_microbatch=4_096),
+        model_id="Qwen/Qwen3-1.7B",
+        task="countdown",
+        n_train_steps=80,
+        rollout_batch_size=128,
+        max_new_tokens=256,
+        learning_rate=7e-6,
+        warmup_steps=10,
+        max_tokens_per_microbatch=4_096,
+    ),
 }
+
+
+def apply_preset(cfg):
+    """Puts the numbers of a preset into the settings that are None, and prints them."""
+    name = "qwen3-1.7b" if cfg.preset == "auto" else cfg.preset
+    check_known("preset", name, PRESETS)
+    taken = {key: x for key, x in PRESETS[name].items() if getattr(cfg, key) is None}
+    vars(cfg).update(taken)
+    print(f"preset {name}: {taken}")
+
+
+def choose_device(cfg):
+    """Replaces "auto" in the settings of device, bf16 and engine, and prints what is used."""
+    if cfg.device == "auto":
+        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = torch.device(cfg.device)
+    on_gpu = cfg.device.type == "cuda"
+    if cfg.bf16 == "auto":
+        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
+    if cfg.engine == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
+    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
+    print(f"{cfg.device} | {precision} | engine: {cfg.engine}")
+
+
+def check_settings(cfg):
+    """Raises InputError for a value that would act like another one without a word. Python itself
+    finds other mistakes, and support/ explains them."""
+    check_known("engine", cfg.engine, ["vllm", "transformers"])
+    check_known("loss_average", cfg.loss_average, AVERAGES)
+    check_kl_settings(cfg)
+    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
+        raise InputError(
+            f"group_size = {cfg.group_size} must be 2 or more, and divide rollout_batch_size = "
+            f"{cfg.rollout_batch_size}; change one of them"
+        )
+    if cfg.temperature <= 0:
+        raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
+    if cfg.kl_in == "reward" and cfg.kl_estimator != "k1" and not cfg.reproduce_paper:
+        raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
+    if find_support() is None:
+        if cfg.lora_rank or cfg.frozen_in_bf16:
+            raise InputError("lora_rank and frozen_in_bf16 need the folder support/ of this file")
+        if isinstance(cfg.task, str) and not Path(cfg.task).is_file():
+            raise InputError(
+                f"task = {cfg.task!r} is no file; give --task FILE.jsonl --model_id ID"
+            )
 
 
 def main(
@@ -1110,11 +1342,10 @@ def main(
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
     eval_file=None,  # held-out problems, JSONL or "user/data::test"; None: a quarter of task's
-    reward=reward_fn,  # see section 5; or a list of (function, weight)
+    reward=reward_fn,  # see section 5
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
-
     # Rollout
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
     n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate only
@@ -1124,16 +1355,14 @@ def main(
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
     gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; from 1 on: GB of its cache, exactly
-    max_sampler_diff="auto",  # nats per token between sampler and trainer; None: no limit
-
+    max_sampler_diff=None,  # nats per token between sampler and trainer; inf: no limit
     # Advantages and loss
     normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
-    importance_cap=2.0,  # cut of the sampler's correction; None: no correction, in the KL neither
+    importance_cap=2.0,  # largest weight of a token that corrects for the sampler
     epochs_per_rollout=1,  # optimiser steps per rollout
-
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
@@ -1142,351 +1371,194 @@ def main(
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
-    kl_clip_threshold=None,  # nats, of clip (support/, None: 1.0) and clip_sound (None: 5.0)
-    kl_target=0.1,  # nats per token; the next four are of rules in support/adaptive_rules.py
-    dynamic_beta_decay=0.9, reward_threshold=0.8, beta_min=0.0, beta_schedule_steps=1000,
-    reproduce_paper=False,  # True: run KL terms that support/ refuses since they do not work
-
+    kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
+    kl_target=0.1,  # nats per token; this and the next four are of support/adaptive_rules.py
+    dynamic_beta_decay=0.9,
+    reward_threshold=0.8,
+    beta_min=0.0,
+    beta_schedule_steps=1000,
+    reproduce_paper=False,  # True: run KL terms that are refused since they do not work
     # Optimiser (AdamW on float32 weights)
-    learning_rate=None, warmup_steps=None, weight_decay=0.0, max_grad_norm=1.0,
+    learning_rate=None,
+    warmup_steps=None,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
     max_tokens_per_microbatch=None,  # memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, more time
     bf16="auto",  # autocast; auto: on a GPU, and on a CPU with AMX
     frozen_in_bf16=False,  # True: what does not learn (reference, base of LoRA) in half the memory
-
     # Evaluation and logging
     eval_every=50,  # steps; 0: only before and after
     n_eval_problems=500,  # at most, of an eval_file too; 500: the 95 % interval is +-4.4 points
     eval_temperature=0.0,  # 0: greedy
-    eval_samples=1,  # more: also pass@1, pass@2, pass@4 ... of that many samples at temperature
     out_dir="runs",  # each run gets a new folder in it, named by its time
-    run_name=None,  # ends the folder's name
-    save_every=50,  # steps between checkpoints; 0: only at the end and after Ctrl-C or SIGTERM
+    run_name="run",  # ends the folder's name
+    save_every=50,  # steps between checkpoints; 0: only at the end, and when a run is stopped
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
     cfg = SimpleNamespace(**locals())
-    MECHANICS.clear()
     support = find_support()
     if support:  # support/, 1 of 4: kind and range of each setting
         support.check_settings(cfg)
-    print(choose(cfg))
+    apply_preset(cfg)
+    choose_device(cfg)
+    check_settings(cfg)
     run = Run(cfg)
-    if support:  # support/, 2 of 4: the lock of a run, memory, other processes, the built-in model
+    if support:  # support/, 2 of 4: memory, the folder of a resumed run, several processes
         support.check(run)
-    run.find_checkpoint()
 
     # Load problems, model, reference, engine and optimiser.
     problems = load_problems(cfg)
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
-    problems = Problems(*(with_prompt_ids(part, policy, tokenizer, cfg) for part in problems))
-    if not cfg.stop_token_ids:
-        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
-    if not (problems.train and problems.held_out):
-        raise InputError("too few prompts fit: shorten them, lower max_new_tokens or set a preset")
+    problems = Problems(*[with_prompt_ids(part, policy, tokenizer, cfg) for part in problems])
+    if not problems.train or not problems.held_out:
+        raise InputError(
+            f"task = {cfg.task!r} has {len(problems.train)} prompts to train on, "
+            f"{len(problems.held_out)} held out; give more, or shorter ones, or an eval_file"
+        )
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
-        # If it is to move, keep it in run.state: a resumed run makes this one again, of model_id.
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # support/, 3 of 4: LoRA, faster mechanics, compared with those above, processes
+    if support:  # support/, 3 of 4: LoRA, faster mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
         print("support/ is not here: slower, more memory, no LoRA, no warnings, no report")
-    if cfg.gradient_checkpointing:
-        policy.train().gradient_checkpointing_enable()
-    if "token_statistics" not in MECHANICS:  # all logits of a microbatch are held at once
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+    if cfg.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
     llm = None
     if cfg.engine == "vllm":
-        longest = cfg.max_new_tokens + max(len(x["prompt_ids"]) for part in problems for x in part)
+        longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
+        longest += cfg.max_new_tokens
         llm = init_vllm(cfg.model_id, cfg.seed, longest, cfg.gpu_mem_util, cfg.bf16)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, cfg.learning_rate, betas=(0.9, 0.95),
-                                  weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        trainable,
+        cfg.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
     run.open(policy, optimizer)
-    watch = support.watch(run) if support else None  # 4 of 4: warnings, samples, report
+    watch = None
+    if support:  # support/, 4 of 4: warnings, Ctrl-C, and after the run the report
+        watch = support.watch(run)
 
-    # Train. The first Ctrl-C lets the step finish, the second does not.
-    def stop(number, frame):
-        if run.state["before"] is None:  # in the first evaluation: there is nothing to keep yet
-            raise KeyboardInterrupt
-        run.stop = number
-        signal.signal(number, signal.default_int_handler)
-        print(f"\n{signal.Signals(number).name}: stopping after this step; again: now", flush=True)
-
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model,
-              cfg.kl_coef if cfg.use_kl_penalty else 0.0, watch)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
+    train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, kl_coef, watch)
 
     # Save the model, and report.
-    weights = {name: tensor.detach() for name, tensor in weights_of(policy)}
-    if run.is_first:
+    weights = dict(weights_by_name(policy))
+    if run.writes_files:
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
-    result = {"before": run.state["before"], "run_folder": run.folder,
-              "after": run.state["after"] or run.state["before"]}  # None after 0 steps
-    if watch is not None:  # before and after, the KL by position and token, pictures
+    before = run.state["before"]
+    after = run.state["after"] or before  # None after 0 steps
+    result = {"before": before, "after": after, "run_folder": run.folder}
+    if watch is not None:
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
-    run.log("close")
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")
-    if run.stop and run.state["step"] < cfg.n_train_steps:
-        print(f"stopped after step {run.state['step']} of {cfg.n_train_steps}; to go on, add "
-              f"--resume {run.folder}, or resume={str(run.folder)!r} in a script")
-        raise SystemExit(128 + run.stop)
     return result
 
 
 # --------------------------------------------------------------------------------------------------
-# 15. Quick tests.  They take a second or two and run before main().
+# 15. Quick tests.  They take two seconds and run before main().
 
-def cfg_with(**changes):
-    """The settings of a run with main()'s defaults and these changes, for tests."""
-    fixed = dict(preset="smollm2", max_new_tokens=None, device="cpu", bf16=False,
-                 stop_token_ids=(1,), task=len)  # any function: no problem is loaded
-    cfg = KLSettings(**fixed | changes)
-    choose(cfg)
-    return cfg
+VOCABULARY = 200_000  # of their models: larger than others, so that you may forbid any token
 
 
-def expected_kl_gradient(logits, ref_logits, old_logits, kl):
-    """The expected gradient of the KL term. Row i: token i, with the old policy's probability."""
-    n = len(logits)
-    logits = logits.clone().requires_grad_()
-    old_log_probs = old_logits.log_softmax(0)[None]
-    x = statistics_of_logits(logits.expand(n, n), torch.arange(n), 1.0, ref_logits.expand(n, n))
-    loss, _ = compute_loss(torch.zeros(1, 1), x.log_probs[None], old_log_probs, 0.2,
-                           x.ref_log_probs[None], 1.0, None, kl, x.exact_kl[None])
-    return torch.autograd.grad((loss * old_log_probs.exp()).sum(), logits)[0]
+def test_kl_gradient():
+    """The expected gradient of the KL term is not that of KL(policy || reference)."""
+    logits = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[None].requires_grad_()
+    ref_logits = logits.detach().square()
+    log_p, ref_log_p = all_log_probs(logits, 1.0), all_log_probs(ref_logits, 1.0)
+    probs = log_p.exp()
+    [by_hand] = torch.autograd.grad((probs * (log_p - ref_log_p)).sum(), logits, retain_graph=True)
+    exact = statistics_of_logits(logits, torch.tensor([0]), 1.0, ref_logits)["kl_per_token"]
+    for estimator in [*ESTIMATORS, "exact"]:
+        # Column i is token i. It is drawn with its probability, by which its penalty is weighted.
+        mask = torch.ones_like(probs, dtype=torch.bool)
+        cfg = KLSettings(kl_estimator=estimator)
+        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
+        mean = (probs.detach() * penalty).sum()
+        [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
+        torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
 
 
-def test_kl_gradient_matches_enumeration():
-    generator = torch.Generator().manual_seed(0)
-    logits, ref, old = torch.randn(3, 7, dtype=torch.float64, generator=generator)
-    leaf = logits.clone().requires_grad_()
-    reverse_kl = (leaf.softmax(0) * (leaf.log_softmax(0) - ref.log_softmax(0))).sum()
-    by_hand = torch.autograd.grad(reverse_kl, leaf)[0]
-    for estimator in ("k1", "k2", "k3", "exact"):
-        for sampled_by in (logits, old):  # on-policy and off-policy
-            kl = KLSettings(kl_estimator=estimator, kl_ratio_cap=math.inf)
-            ours = expected_kl_gradient(logits, ref, sampled_by, kl)
-            torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
-    kl = KLSettings(kl_estimator="k1", kl_gradient="as_written")
-    as_written = expected_kl_gradient(logits, ref, logits, kl)
-    assert as_written.abs().max() < 1e-12  # differentiating k1 itself penalises nothing
+def log_prob_by_hand(policy, response):
+    """The sum over the tokens of a response, by a loop over the model's own logits."""
+    ids = response.prompt_ids + response.response_ids
+    log_p = all_log_probs(policy(torch.tensor([ids])).logits[0], 1.0)
+    return sum(log_p[i - 1, ids[i]] for i in range(len(response.prompt_ids), len(ids)))
 
 
-def test_reward_and_advantages_of_two_groups():
-    rewards = [reward_fn(f"<answer>{text}</answer>", {"answer": "1"}) for text in (1, 2, "", "")]
-    assert rewards == [1.0, 0.1, 0.0, 0.0]
-    advantages, _ = compute_group_normalized_advantages(torch.tensor(rewards), 2, 1e-6, True)
-    assert advantages[0] > 0 > advantages[1] and not advantages[2:].any()
+def test_step():
+    """Log-probs are of wrong tokens, a step is in the wrong direction, or depends on its cut."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def gradient_of_a_step(max_tokens, cfg):
-    """The gradient of one step on a small random model, cut into microbatches of max_tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    torch.manual_seed(0)
-    policy = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-    ref_model = copy.deepcopy(policy).requires_grad_(False)
-    ref_model.lm_head.weight.data += 0.05 * torch.randn(32, 32)
-    responses = [Response(list(range(n % 5 + 1)), [(5 * n + i * i) % 32 for i in range(n)],
-                          [-3.4] * n, True) for n in (1, 9, 4, 6, 7, 2, 8, 3)]
-    batch = make_batch(responses, torch.linspace(-1, 1, 8), "cpu")
-    batch["weights"] = AVERAGES[cfg.loss_average](batch["response_mask"].float(), 9)
-    for rows in cut_microbatches(batch, max_tokens):
-        grpo_microbatch_step(policy, rows, cfg, ref_model, 0.1)
-    return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-
-def test_gradient_does_not_depend_on_microbatch_size():
-    for changes in (dict(loss_average="grpo"), dict(kl_estimator="exact", kl_in="loss_to_go"),
-                    dict(loss_average="dr_grpo", kl_estimator="k1", kl_in="reward")):
-        cfg = cfg_with(**changes)
-        whole = gradient_of_a_step(10_000, cfg)
-        for n in (60, 1):
-            torch.testing.assert_close(gradient_of_a_step(n, cfg), whole, rtol=0, atol=1e-6)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    policy = LlamaForCausalLM(config)
+    cfg = cfg_with(bf16=False)
+    better = Response([8], [9, 10], [-12.0] * 2, True)
+    worse = Response([1, 2], [3, 4, 5, 6, 7], [-12.0] * 5, True)
+    advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
+    batch = make_batch([better, worse], advantages, "cpu")
+    batch["weights"] = weights_of_tokens(batch, cfg)
+    ours = token_statistics(policy, batch, 1.0)["log_probs"].sum(dim=1)
+    by_hand = log_prob_by_hand(policy, better), log_prob_by_hand(policy, worse)
+    torch.testing.assert_close(ours, torch.stack(by_hand), rtol=0, atol=1e-3)
+    gradients = []
+    for max_tokens in (100, 1):
+        policy.zero_grad()
+        for rows in cut_microbatches(batch, max_tokens):
+            grpo_microbatch_step(policy, rows, cfg)
+        gradients.append(policy.lm_head.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+    torch.optim.SGD(policy.parameters(), lr=0.1).step()
+    assert log_prob_by_hand(policy, better) > by_hand[0]
+    assert log_prob_by_hand(policy, worse) < by_hand[1]
 
 
 def test_functions():
-    """Runs every quick test above. One that no longer holds is reported, and training goes on."""
+    """Runs the quick tests. One that fails says what that means, and training goes on."""
     print("=== Running Quick Tests ===")
-    for name in [name for name in globals() if re.match("test_(?!functions)", name)]:
-        title = name.removeprefix("test_").replace("_", " ")
+    for test in (test_kl_gradient, test_step):
         try:
-            globals()[name]()
-            print(f"ok: {title}")
+            test()
+            print(f"ok: {test.__name__}")
         except Exception as error:  # an edit above
-            line = (error.__traceback__.tb_next or error.__traceback__).tb_lineno
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:80]
-            print(f"FAILED: {title} no longer holds (line {line}: {reason})")
+            print(f"FAILED: {test.__name__}, {error!r:.100}: {test.__doc__}")
+            print("    If an edit of yours is meant to change this, all is well.")
 
 
 # --------------------------------------------------------------------------------------------------
-# 16. Around a run.  Its folder, the settings that were not given, the command line.
-
-class Run:
-    """A run's folder, with settings, TensorBoard's log and the last two checkpoints; and its state,
-    which is what one step hands to the next besides the weights."""
-
-    def __init__(self, cfg):
-        self.cfg = cfg
-        self.state = {"step": 0, "seconds": 0.0, "skipped": [], "first_diff": None,
-                      "controller": None, "before": None, "after": None}
-        self.saved = None  # the content of the checkpoint to go on from
-        self.writer = None  # TensorBoard's, in the first of torchrun's processes
-        self.is_first = os.environ.get("RANK", "0") == "0"
-        self.stop = 0  # the number of SIGINT or SIGTERM: end after this step
-        values = {name: getattr(cfg, name) for name in inspect.signature(main).parameters}
-        self.settings = json.loads(json.dumps(
-            values, default=lambda x: getattr(x, "__name__", re.sub(" at 0x.*", "", str(x)))))
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name or ''}".strip("_")
-        self.folder = Path(cfg.out_dir) / name
-        if cfg.resume:
-            newest = max(Path(cfg.out_dir).glob("*/settings.json"), default=Path("none/none"))
-            self.folder = newest.parent if cfg.resume is True else Path(cfg.resume)
-
-    def log(self, what, *values):
-        """One call of TensorBoard's writer, in the first process."""
-        try:
-            if self.writer is not None:
-                getattr(self.writer, what)(*values)
-        except OSError as error:  # the disk is full, say: the run goes on
-            self.writer = None
-            print(f"Warning: nothing more is logged: {error}", flush=True)
-
-    def save(self):
-        """Writes weights, AdamW's moments and the state to checkpoint_<step>_<checksum>.pt, which
-        gets this name when it is on the disk: a checkpoint is whole or it is not there."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-        model, optimizer = get_state_dict(self.policy, self.optimizer, options=self.options)
-        if not self.is_first:
-            return
-        self.log("flush")
-        try:
-            with open(self.folder / "unfinished", "wb+") as file:
-                torch.save({"model": model, "optimizer": optimizer, "state": self.state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-                file.seek(0)
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-            name = f"checkpoint_{self.state['step']:08d}_{checksum}.pt"
-            (self.folder / "unfinished").replace(self.folder / name)
-        except (OSError, RuntimeError) as error:
-            (self.folder / "unfinished").unlink(missing_ok=True)
-            print(f"Warning: no checkpoint of step {self.state['step']}: {error}", flush=True)
-        for old in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            old.unlink()
-
-    def find_checkpoint(self):
-        """To resume: prints which settings have changed, and reads the newest whole checkpoint."""
-        if not self.cfg.resume:
-            return
-        path = self.folder / "settings.json"
-        if not path.is_file():
-            raise InputError(f"resume: there is no run in {self.folder}; give the folder of one")
-        for name, before in json.loads(path.read_text("utf-8")).items():
-            if name != "resume" and self.settings.get(name, before) != before:
-                print(f"resume: {name} was {before!r}, now it is {self.settings[name]!r}")
-        for path in sorted(self.folder.glob("checkpoint_*.pt"), reverse=True):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest()[:16] in path.name:
-                    file.seek(0)
-                    self.saved = torch.load(file, map_location="cpu", weights_only=True)
-                    self.state = self.saved["state"]
-                    break
-            print(f"Warning: {path} is damaged; going back to the checkpoint before it")
-        if self.saved is None and [*self.folder.glob("*.pt"), *self.folder.glob("model")]:
-            raise InputError(f"resume: {self.folder} has no whole checkpoint; begin a new run")
-
-    def open(self, policy, optimizer):
-        """Loads the checkpoint if there is one. Makes the folder and writes settings.json."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-        self.policy, self.optimizer = policy, optimizer
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-        # With LoRA the adapters only. Of several processes the first one has the whole state.
-        self.options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False,
-                                        ignore_frozen_params=True)
-        if self.saved is not None:
-            groups = [dict(group) for group in optimizer.param_groups]
-            set_state_dict(policy, optimizer, model_state_dict=self.saved["model"],
-                           optim_state_dict=self.saved["optimizer"], options=self.options)
-            for group, values in zip(optimizer.param_groups, groups):
-                group.update(values)  # the learning rate and the like are those of now
-            self.saved = None
-            print(f"resumed: {self.folder} after step {self.state['step']}")
-        if self.is_first:
-            from torch.utils.tensorboard import SummaryWriter
-            # What was logged after the checkpoint is dropped, since it will be logged again.
-            first = self.state["step"] + (self.state["before"] is not None)
-            self.writer = SummaryWriter(self.folder, purge_step=first)  # makes the folder
-            (self.folder / "settings.json").write_text(json.dumps(self.settings, indent=1), "utf-8")
-
-
-def choose(cfg):
-    """Puts values into what is None or "auto" in cfg. Returns two lines for the log."""
-    has_support = find_support() is not None
-    auto_device = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.device = torch.device(auto_device if cfg.device == "auto" else cfg.device)
-    on_gpu = cfg.device.type == "cuda"
-    if on_gpu and cfg.device.index is not None:
-        torch.cuda.set_device(cfg.device)
-    name = cfg.preset if cfg.preset != "auto" else (
-        "qwen3-1.7b" if on_gpu or cfg.model_id else "tiny" if has_support else "smollm2")
-    check_known("preset", name, ["auto", *PRESETS])
-    preset = {key: value for key, value in PRESETS[name].items() if vars(cfg).get(key) is None}
-    vars(cfg).update(preset)
-    if cfg.bf16 == "auto":
-        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
-    if cfg.engine == "auto":
-        cfg.engine = "vllm" if on_gpu and importlib.util.find_spec("vllm") else "transformers"
-    Float32Head.rounds = cfg.engine == "vllm" and cfg.bf16
-    check_kl_names(cfg)
-    check_known("loss_average", cfg.loss_average, AVERAGES)
-    if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
-        raise InputError(f"group_size = {cfg.group_size} must be 2 or more, and divide "
-                         f"rollout_batch_size = {cfg.rollout_batch_size}; change one of them")
-    if not has_support and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.model_id == "tiny"):
-        raise InputError("lora_rank, frozen_in_bf16 and the built-in model need support/; add it")
-    if not (has_support or callable(cfg.task) or cfg.task in TASKS or Path(cfg.task).is_file()):
-        raise InputError(f"task = {cfg.task!r} is no file; give one, and a model_id, or support/")
-    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
-    engine = "vllm, which draws the tokens itself" if cfg.engine == "vllm" else cfg.engine
-    taken = ", ".join(f"{key} = {value!r}" for key, value in preset.items()) or "nothing taken"
-    return (f"preset {name}: {taken}\n"
-            f"{cfg.device}, {torch.get_num_threads()} threads | {precision} | engine: {engine}")
+# 16. The command line.
 
 
 def value_of(text):
-    """"50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. What is no Python value stays a text."""
-    switches = dict(yes=True, true=True, on=True, no=False, false=False, off=False)
+    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "false" -> False. Other values stay texts."""
+    if text in ("true", "false"):
+        text = text.title()
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return switches.get(text.lower(), text)
+        return text
 
 
 def settings_from(arguments):
     """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main()."""
-    if {"-h", "--help"} & {*arguments}:
-        print(inspect.getsource(main).partition("\n):")[0] + "\n)")
+    if "--help" in arguments:
+        print(inspect.getsource(main).split("\n):")[0])
         sys.exit()
-    names = [*inspect.signature(main).parameters]
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    for name in names:  # without a value it is True, as in --use_kl_penalty
+    for name in inspect.signature(main).parameters:
+        # Without a value it is True, as in --use_kl_penalty
         parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
-    settings, others = parser.parse_known_args(arguments)
-    if others:
-        name = others[0].partition("=")[0]
-        raise InputError(f"{name} is not --name value; {nearest(name.removeprefix('--'), names)}")
-    return vars(settings)
+    return vars(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
@@ -1494,7 +1566,7 @@ if __name__ == "__main__":
         settings = settings_from(sys.argv[1:])
         test_functions()
         main(**settings)
-    except (InputError, RunStopped, KeyboardInterrupt) as error:
-        reason = " ".join(str(error).split()) or "interrupted"
-        print(f"starter.py stopped: {reason}", file=sys.stderr)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    except (InputError, RunStopped) as error:
+        sys.exit(f"starter.py stopped: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,13 +1,16 @@
 """What main() of starter.py asks of support/, at four places. No decision is made here: starter.py
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
+
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
-from support import (
-    edits, engines, fast, guards, kl_checks, lora, memory, models, ranks, rules, tasks)
+from support import edits, engines, fast, guards, kl_checks, lora, memory, models, presets, ranks
+from support import rules, tasks
 
 
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
+    edits.restore()
     rules.check_kinds(cfg)
+    presets.choose(cfg)
 
 
 def check(run):
@@ -19,7 +22,6 @@ def check(run):
         print(note)
     if str(cfg.model_id) == "tiny":
         cfg.model_id = tasks.TINY
-    rules.note_on_rate(run)
     guards.lock(run)
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.task, cfg.eval_file)
@@ -27,8 +29,7 @@ def check(run):
     ranks.join(run)
     if cfg.engine == "vllm":
         engines.attach()
-    memory.attach(run)
-    edits.install(read_problems=tasks.read_problems)
+    edits.replace(read_problems=tasks.read_problems)
 
 
 def prepare(policy, ref_model, tokenizer, problems, cfg):
@@ -46,10 +47,11 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
+    memory.attach(cfg)
+    edits.log_edits(cfg)
     return ref_model
 
 
 def watch(run):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
-    memory.go_on(run)
     return guards.Guards(run)

@@ -1,28 +1,22 @@
-"""Puts functions of support/ into starter.MECHANICS, unless the ones they stand for were edited.
+"""Sets functions of support/ in the place of starter.py's, by name, unless you have edited yours.
 
-    python -m support.edits    prints SHIPPED anew, after a change of starter.py that is to stay
+    python -m support.edits    writes shipped.json anew, after a change of starter.py that is to stay
 """
+
 import ast
 import hashlib
 import inspect
-import textwrap
+import json
+from pathlib import Path
 
 import starter
 
-SHIPPED = {
-    "read_problems": "4715d169d909",
-    "draw_from": "3ae328c5981b",
-    "rows_to_decode": "6c71fb1a988c",
-    "decode": "4c653da025a2",
-    "init_vllm": "de3aed80afdb",
-    "load_weights_in_worker": "fc68248dad9b",
-    "token_statistics": "0067964447ce",
-    "compute_loss": "37e1173be495",
-    "grpo_microbatch_step": "db655dc73331",
-    "accumulate_gradients": "69cb301763ad",
-}
+SHIPPED_FILE = Path(__file__).with_name("shipped.json")
+SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name of a function: its fingerprint
+OWN = {}  # name: the function of starter.py that another one has replaced
 
-LOSS = ("compute_loss", "grpo_microbatch_step", "accumulate_gradients")
+# What vLLM does by itself
+SAMPLING = {"draw_from", "draw_tokens", "next_logits", "rollout_with_transformers", "scale_logits"}
 
 
 def contents(node):
@@ -32,44 +26,78 @@ def contents(node):
         return [contents(item) for item in node]
     if not isinstance(node, ast.AST):
         return repr(node)
-    return [type(node).__name__] + [(name, contents(value)) for name, value in ast.iter_fields(node)
-                                    if value is not None and value != []]
+    fields = [
+        (name, contents(value))
+        for name, value in ast.iter_fields(node)
+        if value is not None and value != []
+    ]
+    return [type(node).__name__, *fields]
 
 
 def fingerprint(function):
     """A text that changes with what a function does, but not with its comments or docstring; ""
     where its source cannot be had."""
-    if getattr(function, "__code__", None) is starter.mechanics(len).__code__:
-        function = function.__wrapped__
-    try:  # of its own code: inspect would look behind a wrapper
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (AttributeError, OSError):
+    try:
+        [definition] = ast.parse(inspect.getsource(function)).body
+    except (OSError, TypeError, SyntaxError, ValueError):
         return ""
-    body = tree.body[0].body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body.pop(0)
-    return hashlib.sha256(str(contents(tree)).encode()).hexdigest()[:12]
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body.pop(0)
+    return hashlib.sha256(str(contents(definition)).encode()).hexdigest()[:12]
+
+
+def own(name):
+    """Returns the function of this name that stands in starter.py."""
+    return OWN.get(name, getattr(starter, name))
 
 
 def is_shipped(name):
     """Whether the function of this name in starter.py is as it was shipped."""
-    return fingerprint(getattr(starter, name)) == SHIPPED[name]
+    return fingerprint(own(name)) == SHIPPED[name]
 
 
-def install(**functions):
-    """Puts each function in the place of the one of this name in starter.py, and says so. One that
-    was edited stays."""
-    edited = [name for name in functions if not is_shipped(name)]
+def restore():
+    """Gives starter.py its own functions back."""
+    for name, function in OWN.items():
+        setattr(starter, name, function)
+    OWN.clear()
+
+
+def replace(**functions):
+    """Each takes the place of the function of this name in starter.py, unless that was edited."""
     for name, function in functions.items():
-        if name in edited:
-            print(f"{name} was edited: it runs, and not the one of support/")
-        else:
-            starter.MECHANICS[name] = function
-    if len(edited) < len(functions):
-        module = next(iter(functions.values())).__module__
-        print(f"{module} runs " + ", ".join(name for name in functions if name not in edited))
+        if is_shipped(name):
+            wrap(**{name: function})
+
+
+def wrap(**functions):
+    """Each takes the place of the function of this name, which it calls, edited or not."""
+    for name, function in functions.items():
+        OWN.setdefault(name, getattr(starter, name))
+        setattr(starter, name, function)
+
+
+def log_edits(cfg):
+    """Says which functions of starter.py were edited, and which of support/ run."""
+    edited = [name for name in SHIPPED if hasattr(starter, name) and not is_shipped(name)]
+    if edited:
+        print(f"edited, and run as they are: {', '.join(edited)}")
+    without_part = sorted(SAMPLING.intersection(edited))
+    if cfg.engine == "vllm" and without_part:
+        print(f"vLLM samples by itself: {', '.join(without_part)} have no part in its sampling")
+    print(f"of support/ run: {', '.join(sorted(OWN)) or 'no functions'}")
+
+
+def write_shipped():
+    """Writes the fingerprints of starter.py's functions as they are now."""
+    fingerprints = {}
+    for name, value in vars(starter).items():
+        is_own = getattr(value, "__module__", None) == "starter"
+        if is_own and callable(value) and not name.startswith("test_"):
+            fingerprints[name] = fingerprint(value)
+    SHIPPED_FILE.write_text(json.dumps(fingerprints, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    for name in SHIPPED:
-        print(f'    "{name}": "{fingerprint(getattr(starter, name))}",')
+    write_shipped()
