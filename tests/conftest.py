@@ -1,4 +1,5 @@
 """Small checkpoints, tasks and settings that the tests share."""
+
 import math
 import os
 import random
@@ -19,19 +20,21 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # TensorBoard reads the files of a run by name: the second, then a count that is not padded.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
-starter.find_support()  # names of tasks and KL rules in support/ are known to every test
+# Names of tasks, presets and KL rules in support/ are known to every test.
+from support import adaptive_rules, edits, presets, tasks  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
 def plain_functions_before_and_after():
-    starter.MECHANICS.clear()
+    edits.restore()
     yield
-    starter.MECHANICS.clear()
+    edits.restore()
 
 
 def make_tokenizer():
     """Returns the built-in model's, for which each character, and each answer tag, is a token."""
     from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(REPOSITORY / "support" / "tiny")
 
 
@@ -39,18 +42,29 @@ def save_checkpoint(folder, tie=True, family="Qwen3", **changes):
     """Saves a two-layer model of a few thousand random weights with make_tokenizer(). Returns the
     folder. family: the name of a transformers family such as "Qwen3", "Mistral" or "GPT2"."""
     import transformers
+
     tokenizer = make_tokenizer()
-    config = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96,
-                  num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                  tie_word_embeddings=tie, max_position_embeddings=256,
-                  eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-                  bos_token_id=None, initializer_range=0.15)
+    config = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tie,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
     if family == "Qwen3":
         config["head_dim"] = 32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, f"{family}Config")(**config | changes))
+            getattr(transformers, f"{family}Config")(**config | changes)
+        )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -64,8 +78,9 @@ def checkpoint(tmp_path_factory):
 
 def small_sums(cfg):
     """A task: 60 sums for training, with prompts of three lengths, and 20 held out."""
-    problems = [{"prompt": f"add {a} {b}", "answer": str(a + b)}
-                for b in range(6, 14) for a in range(5, 15)]
+    problems = [
+        {"prompt": f"add {a} {b}", "answer": str(a + b)} for b in range(6, 14) for a in range(5, 15)
+    ]
     return problems[20:], problems[:20]
 
 
@@ -78,9 +93,15 @@ def make_responses(lengths, prompt_lengths=(1, 9, 4), vocabulary=32, seed=0):
     """Random responses of these lengths. Response i has prompt i modulo the number of prompts."""
     rng = random.Random(seed)
     prompts = [rng.choices(range(vocabulary), k=n) for n in prompt_lengths]
-    return [starter.Response(prompts[i % len(prompts)], rng.choices(range(vocabulary), k=n),
-                             [-3.0 + rng.gauss(0, 0.3) for _ in range(n)], True)
-            for i, n in enumerate(lengths)]
+    return [
+        starter.Response(
+            prompts[i % len(prompts)],
+            rng.choices(range(vocabulary), k=n),
+            [-3.0 + rng.gauss(0, 0.3) for _ in range(n)],
+            True,
+        )
+        for i, n in enumerate(lengths)
+    ]
 
 
 def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None):
@@ -88,15 +109,15 @@ def make_step(responses, loss_average="dapo", max_new_tokens=12, advantages=None
     if advantages is None:
         advantages = torch.linspace(-1, 1, len(responses))
     batch = starter.make_batch(responses, advantages, "cpu")
-    mask = batch["response_mask"].float()
-    return batch | {"weights": starter.AVERAGES[loss_average](mask, max_new_tokens),
-                    "mean_weights": mask / mask.sum()}
+    cfg = starter.cfg_with(loss_average=loss_average, max_new_tokens=max_new_tokens)
+    batch["weights"] = starter.weights_of_tokens(batch, cfg)
+    return batch
 
 
 def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
     advantages = []
     for start in range(0, len(rewards), group_size):
-        group = rewards[start:start + group_size]
+        group = rewards[start : start + group_size]
         mean = sum(group) / group_size
         std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (group_size - 1))
         divisor = std + eps if normalize_by_std else 1.0
@@ -107,21 +128,39 @@ def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
 
 def settings(checkpoint, out_dir, **changes):
     """Returns settings of main() for a run of a few seconds on a small checkpoint."""
-    return dict(model_id=str(checkpoint), task=small_sums, reward=variety, device="cpu",
-                engine="transformers", bf16=False, n_train_steps=4, rollout_batch_size=16,
-                group_size=4, max_new_tokens=8, learning_rate=1e-3, warmup_steps=10,
-                n_eval_problems=10, eval_every=0, save_every=0, max_tokens_per_microbatch=200,
-                out_dir=str(out_dir)) | changes
+    defaults = dict(
+        model_id=str(checkpoint),
+        task=small_sums,
+        reward=variety,
+        device="cpu",
+        engine="transformers",
+        bf16=False,
+        n_train_steps=4,
+        rollout_batch_size=16,
+        group_size=4,
+        max_new_tokens=8,
+        learning_rate=1e-3,
+        warmup_steps=10,
+        n_eval_problems=10,
+        eval_every=0,
+        save_every=0,
+        max_tokens_per_microbatch=200,
+        out_dir=str(out_dir),
+    )
+    return defaults | changes
 
 
 def log_of(run_folder):
     """Returns a run's TensorBoard files, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     return EventAccumulator(str(run_folder), size_guidance={"scalars": 0}).Reload()
 
 
 def scalars(run_folder):
     """Returns {tag: {step: value}} of a run."""
     log = log_of(run_folder)
-    return {tag: {event.step: event.value for event in log.Scalars(tag)}
-            for tag in log.Tags()["scalars"]}
+    return {
+        tag: {event.step: event.value for event in log.Scalars(tag)}
+        for tag in log.Tags()["scalars"]
+    }

@@ -1,5 +1,6 @@
 """Runs many short programs in little time: one process imports torch and transformers, and each
 program runs in a fork of it."""
+
 import gc
 import importlib
 import json
@@ -21,14 +22,20 @@ def in_new_process(module, function, folder, starter_folder, *arguments):
     `import starter` finds the one in starter_folder. Returns what the function returns."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
-    program = ("import forked, importlib, json, sys; "
-               f"answer = importlib.import_module({module!r}).{function}(*{arguments!r}); "
-               "print(json.dumps(answer), file=sys.__stdout__)")
+    program = (
+        "import forked, importlib, json, sys; "
+        f"answer = importlib.import_module({module!r}).{function}(*{arguments!r}); "
+        "print(json.dumps(answer), file=sys.__stdout__)"
+    )
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (starter_folder, TESTS))), "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, text=True,
-                          capture_output=True)
+        "PYTHONPATH": os.pathsep.join(map(str, (starter_folder, TESTS))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -38,8 +45,9 @@ def write_copy(folder, text, with_support):
     folder.mkdir()
     (folder / "starter.py").write_text(text, "utf-8")
     if with_support:
-        shutil.copytree(REPOSITORY / "support", folder / "support",
-                        ignore=shutil.ignore_patterns("tiny"))
+        shutil.copytree(
+            REPOSITORY / "support", folder / "support", ignore=shutil.ignore_patterns("tiny")
+        )
     return folder
 
 
@@ -49,16 +57,22 @@ def import_copy(folder):
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     import starter
+
     assert Path(starter.__file__).parent == folder
     return starter
 
 
 def import_once():
     """Imports what every fork would import, before anything was computed."""
-    for name in ("transformers.models.auto.modeling_auto", "transformers.generation.utils",
-                 "transformers.models.auto.tokenization_auto",
-                 "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
-                 "transformers.modeling_utils", "safetensors.torch"):
+    for name in (
+        "transformers.models.auto.modeling_auto",
+        "transformers.generation.utils",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.qwen3.modeling_qwen3",
+        "torch.utils.tensorboard",
+        "transformers.modeling_utils",
+        "safetensors.torch",
+    ):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else the end of each fork copies what it shares with this process
@@ -101,5 +115,8 @@ def run_together(programs):
 def run_all(programs):
     """Runs as many programs at once as there are cores. Returns the outcome of each."""
     n = os.cpu_count()
-    return [outcome for first in range(0, len(programs), n)
-            for outcome in run_together(programs[first:first + n])]
+    return [
+        outcome
+        for first in range(0, len(programs), n)
+        for outcome in run_together(programs[first : first + n])
+    ]
