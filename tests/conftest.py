@@ -20,12 +20,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # TensorBoard reads the files of a run by name: the second, then a count that is not padded.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
-# Names of tasks, presets and KL rules in support/ are known to every test.
-from support import adaptive_rules, edits, presets, tasks  # noqa: F401
+starter.find_support()  # names of tasks, presets and KL rules of support/ are known to every test
 
 
 @pytest.fixture(autouse=True)
 def plain_functions_before_and_after():
+    from support import edits  # programs that use this file may have starter.py alone
+
     edits.restore()
     yield
     edits.restore()
