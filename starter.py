@@ -27,7 +27,6 @@ import os
 
 ENVIRONMENT = {  # read by libraries while they are imported; a value from outside wins
     "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "GOMP_SPINCOUNT": "2000",
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -295,8 +294,6 @@ def load_policy_into_vllm_instance(policy, llm):
 # --------------------------------------------------------------------------------------------------
 # 4. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 
-TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
-
 
 class Response(NamedTuple):
     prompt_ids: list
@@ -379,11 +376,7 @@ def rows_to_decode(prompts, max_new_tokens):
     rows_of_length = {}
     for i, prompt_ids in enumerate(prompts):
         rows_of_length.setdefault(len(prompt_ids), []).append(i)
-    parts = []
-    for length, rows in sorted(rows_of_length.items()):
-        n = max(1, TOKENS_AT_ONCE // (length + max_new_tokens))
-        parts += [rows[i : i + n] for i in range(0, len(rows), n)]
-    return parts
+    return [rows for _, rows in sorted(rows_of_length.items())]
 
 
 @functools.cache
@@ -578,9 +571,7 @@ def make_batch(responses, advantages, device):
     mask = is_row & (columns >= starts)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, lengths.max())
-    if advantages.shape[1] != lengths.max():
-        raise InputError(f"advantages of tokens need {lengths.max()} columns: the longest response")
-    is_token = torch.arange(lengths.max()) < lengths
+    is_token = torch.arange(lengths.max()) < lengths  # an index for (B, L), and no other width
     log_probs = torch.cat([torch.tensor(response.log_probs) for response in responses])
     zeros = torch.zeros(ids.shape)
     batch = {
@@ -783,7 +774,7 @@ def check_kl_settings(cfg):
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
-    return ESTIMATORS[estimator](policy_log_probs.float() - ref_log_probs.float())
+    return ESTIMATORS[estimator](policy_log_probs - ref_log_probs)
 
 
 def add_gradient(value, surrogate):
@@ -1184,14 +1175,15 @@ def train(
         log_eval(run, step, metrics)
         if watch is not None:
             watch(step, metrics, samples)
-        return metrics
+        state["after"] = metrics
 
     state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     if state["before"] is None:
-        state["before"] = evaluate_at(state["step"])
+        evaluate_at(state["step"])
+        state["before"] = state["after"]
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
         # 1. Sample a group of responses to each prompt with the current policy.
@@ -1229,8 +1221,7 @@ def train(
                 add_scaled(sums, {"loss": loss}, 1.0)
                 add_scaled(sums, means, share)
             sums = sum_over_processes({name: value.item() for name, value in sums.items()})
-            if epoch == 0:
-                check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
+            check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
             sums["grad_norm"] = clip_gradient(policy, cfg.max_grad_norm)
             add_scaled(metrics, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
@@ -1262,7 +1253,7 @@ def train(
             watch(step, metrics, (asked, texts, rewards, responses))
         is_last = run.stop or step == cfg.n_train_steps
         if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
-            state["after"] = evaluate_at(step)
+            evaluate_at(step)
         if is_last or (cfg.save_every and step % cfg.save_every == 0):
             run.save(policy, optimizer)
         if is_last:
@@ -1308,8 +1299,7 @@ def choose_device(cfg):
     if cfg.engine == "auto":
         has_vllm = importlib.util.find_spec("vllm") is not None
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
-    precision = "bf16 autocast over float32 weights" if cfg.bf16 else "float32"
-    print(f"{cfg.device} | {precision} | engine: {cfg.engine}")
+    print(f"{cfg.device} | bf16: {cfg.bf16} | engine: {cfg.engine}")
 
 
 def check_settings(cfg):
@@ -1454,9 +1444,8 @@ def main(
     if run.writes_files:
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
-    before = run.state["before"]
-    after = run.state["after"] or before  # None after 0 steps
-    result = {"before": before, "after": after, "run_folder": run.folder}
+    result = {"run_folder": run.folder}
+    result["before"], result["after"] = run.state["before"], run.state["after"]
     if watch is not None:
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")
@@ -1479,19 +1468,23 @@ def test_kl_gradient():
     exact = statistics_of_logits(logits, torch.tensor([0]), 1.0, ref_logits)["kl_per_token"]
     for estimator in [*ESTIMATORS, "exact"]:
         # Column i is token i. It is drawn with its probability, by which its penalty is weighted.
-        mask = torch.ones_like(probs, dtype=torch.bool)
         cfg = KLSettings(kl_estimator=estimator)
-        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
+        everywhere = probs.bool()
+        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), everywhere, cfg, exact[:, None])
         mean = (probs.detach() * penalty).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
 
 
-def log_prob_by_hand(policy, response):
-    """The sum over the tokens of a response, by a loop over the model's own logits."""
-    ids = response.prompt_ids + response.response_ids
-    log_p = all_log_probs(policy(torch.tensor([ids])).logits[0], 1.0)
-    return sum(log_p[i - 1, ids[i]] for i in range(len(response.prompt_ids), len(ids)))
+def log_probs_by_hand(policy, responses):
+    """(B,) sums over the tokens of each response, by a loop over the model's own logits."""
+    sums = torch.zeros(len(responses))
+    for i, response in enumerate(responses):
+        ids = response.prompt_ids + response.response_ids
+        log_p = all_log_probs(policy(torch.tensor([ids])).logits[0], 1.0)
+        for t in range(len(response.prompt_ids), len(ids)):
+            sums[i] += log_p[t - 1, ids[t]]
+    return sums
 
 
 def test_step():
@@ -1503,14 +1496,13 @@ def test_step():
     )
     policy = LlamaForCausalLM(config)
     cfg = cfg_with(bf16=False)
-    better = Response([8], [9, 10], [-12.0] * 2, True)
-    worse = Response([1, 2], [3, 4, 5, 6, 7], [-12.0] * 5, True)
+    responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
-    batch = make_batch([better, worse], advantages, "cpu")
+    batch = make_batch(responses, advantages, "cpu")
     batch["weights"] = weights_of_tokens(batch, cfg)
+    before = log_probs_by_hand(policy, responses)
     ours = token_statistics(policy, batch, 1.0)["log_probs"].sum(dim=1)
-    by_hand = log_prob_by_hand(policy, better), log_prob_by_hand(policy, worse)
-    torch.testing.assert_close(ours, torch.stack(by_hand), rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours, before, rtol=0, atol=1e-3)
     gradients = []
     for max_tokens in (100, 1):
         policy.zero_grad()
@@ -1519,8 +1511,8 @@ def test_step():
         gradients.append(policy.lm_head.weight.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
     torch.optim.SGD(policy.parameters(), lr=0.1).step()
-    assert log_prob_by_hand(policy, better) > by_hand[0]
-    assert log_prob_by_hand(policy, worse) < by_hand[1]
+    better, worse = log_probs_by_hand(policy, responses) - before
+    assert better > 0 > worse
 
 
 def test_functions():
