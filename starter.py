@@ -1095,6 +1095,7 @@ class Run:
         content = {**checkpoint_of(policy, optimizer), "state": self.state}
         if not self.writes_files:
             return
+        self.writer.flush()
         unfinished = self.folder / "unfinished"
         with open(unfinished, "wb") as file:
             torch.save(content, file)
@@ -1447,6 +1448,7 @@ def main(
     result = {"run_folder": run.folder}
     result["before"], result["after"] = run.state["before"], run.state["after"]
     if watch is not None:
+        optimizer.state.clear()  # room for a second model
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")
     return result

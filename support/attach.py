@@ -17,6 +17,7 @@ def check(run):
     """2. Before anything is loaded: that the settings fit together, the built-in model, the lock of
     a run that is resumed, memory, and the processes that torchrun started. Raises InputError."""
     cfg = run.cfg
+    ranks.join(run)  # first: it gives each process its device
     rules.check_settings(cfg)
     for note in kl_checks.check_kl(cfg):
         print(note)
@@ -26,7 +27,6 @@ def check(run):
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.task, cfg.eval_file)
     memory.check_fits(cfg)
-    ranks.join(run)
     if cfg.engine == "vllm":
         engines.attach()
     edits.replace(read_problems=tasks.read_problems)
