@@ -1,56 +1,100 @@
-"""Rules of adaptive KL beyond those of starter.py; importing this adds them to its dicts.
+"""Rules of adaptive KL; importing this adds them to starter.TERM_RULES and COEFFICIENT_RULES.
 
 The names without _sound are the forms of the adaptive-KL documents, to reproduce them; what is
 wrong with each stands beside it, and README_KL.md has the measurements. A name that ends in _sound
-is the form that does what the name promises. Arguments are those of starter.TERM_RULES and
-starter.COEFFICIENT_RULES.
+is the form that does what the name promises.
 """
+
+import math
+
 import torch
 import torch.nn.functional as F
 
 import starter
 
-starter.TERM_RULES |= {
-    # The gradient is 0 for the tokens that drifted most.
-    "clip": lambda kl, lengths, cfg: kl.clamp(max=cfg.kl_clip_threshold or 1.0),
-    # Close to a constant factor of 0.5.
-    "sigmoid": lambda kl, lengths, cfg: torch.sigmoid(kl - cfg.kl_target) * kl,
-    # The slope rises from 0 below the target to 1 above it.
-    "sigmoid_sound": lambda kl, lengths, cfg: (
-        cfg.kl_target / 10 * F.softplus(10 * kl / cfg.kl_target - 10)),
-    # In the reward it makes long responses cheap.
-    "length_normalized": lambda kl, lengths, cfg: kl / lengths,
-    "length_normalized_sound": lambda kl, lengths, cfg: kl / cfg.max_new_tokens,
-}
+
+def clip(kl, d, mask, cfg):
+    """The gradient is 0 for the tokens that drifted most."""
+    return kl.clamp(max=cfg.kl_clip_threshold or 1.0)
 
 
-def target_rule(c, cfg, kl, reward):
+def clip_sound(kl, d, mask, cfg):
+    """The gradient is that of d, cut to the threshold."""
+    threshold = cfg.kl_clip_threshold or 5.0
+    return kl * (threshold / d.abs()).clamp(max=1.0)
+
+
+def sigmoid(kl, d, mask, cfg):
+    """Close to a constant factor of 0.5."""
+    return torch.sigmoid(kl - cfg.kl_target) * kl
+
+
+def sigmoid_sound(kl, d, mask, cfg):
+    """The slope rises from 0 below the target to 1 above it."""
+    return cfg.kl_target / 10 * F.softplus(10 * kl / cfg.kl_target - 10)
+
+
+def length_normalized(kl, d, mask, cfg):
+    """In the reward it makes long responses cheap."""
+    return kl / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def length_normalized_sound(kl, d, mask, cfg):
+    """Each token weighs the same, in short and in long responses."""
+    return kl / cfg.max_new_tokens
+
+
+def moving_average(state, name, value):
+    """Keeps 0.8 of the average before and 0.2 of this value. The first value is the average."""
+    if name in state:
+        value = 0.8 * state[name] + 0.2 * value
+    state[name] = value
+    return value
+
+
+def target(controller, cfg, kl, reward):
     """Without bounds beta winds down while the policy is still at the reference."""
     if kl > 1.5 * cfg.kl_target:
-        return c.beta * 1.5
-    return c.beta * 0.75 if kl < 0.5 * cfg.kl_target else c.beta
+        return controller.beta * 1.5
+    if kl < 0.5 * cfg.kl_target:
+        return controller.beta * 0.75
+    return controller.beta
 
 
-def dynamic_rule(c, cfg, kl, reward):
+def target_sound(controller, cfg, kl, reward):
+    """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
+    average = moving_average(controller.state, "kl", kl)
+    error = math.log(max(average, 1e-9) / cfg.kl_target)
+    beta = controller.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
+    return max(0.1 * controller.start, min(10 * controller.start, beta))
+
+
+def dynamic(controller, cfg, kl, reward):
     """It only ever falls: one lucky batch is enough."""
-    if c.state["step"] >= cfg.beta_schedule_steps:
+    if controller.state["step"] >= cfg.beta_schedule_steps:
         return cfg.beta_min
-    factor = cfg.dynamic_beta_decay if reward > cfg.reward_threshold else 1.0
-    return max(cfg.beta_min, c.beta * factor)
+    beta = controller.beta
+    if reward > cfg.reward_threshold:
+        beta *= cfg.dynamic_beta_decay
+    return max(cfg.beta_min, beta)
 
 
-def dynamic_sound_rule(c, cfg, kl, reward):
+def dynamic_sound(controller, cfg, kl, reward):
     """Moves once in 10 steps by the average reward, up as well as down, below a ceiling that
     falls to a floor above 0."""
-    floor = max(cfg.beta_min, 0.1 * c.start)
-    progress = min(1.0, c.state["step"] / cfg.beta_schedule_steps)
-    ceiling = c.start * (floor / c.start) ** progress
-    beta = c.beta
-    if c.state["step"] % 10 == 0:
-        reached = c.state["reward"] > cfg.reward_threshold
-        beta = beta * cfg.dynamic_beta_decay if reached else beta / cfg.dynamic_beta_decay
+    step, start, beta = controller.state["step"], controller.start, controller.beta
+    floor = max(cfg.beta_min, 0.1 * start)
+    progress = min(1.0, step / cfg.beta_schedule_steps)
+    ceiling = start * (floor / start) ** progress
+    average = moving_average(controller.state, "reward", reward)
+    if step % 10 == 0 and average > cfg.reward_threshold:
+        beta *= cfg.dynamic_beta_decay
+    elif step % 10 == 0:
+        beta /= cfg.dynamic_beta_decay
     return max(floor, min(ceiling, beta))
 
 
-starter.COEFFICIENT_RULES |= {"target": target_rule, "dynamic": dynamic_rule,
-                              "dynamic_sound": dynamic_sound_rule}
+TERMS = [clip, clip_sound, sigmoid, sigmoid_sound, length_normalized, length_normalized_sound]
+starter.TERM_RULES |= {rule.__name__: rule for rule in TERMS}
+COEFFICIENTS = [target, target_sound, dynamic, dynamic_sound]
+starter.COEFFICIENT_RULES |= {rule.__name__: rule for rule in COEFFICIENTS}

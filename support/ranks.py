@@ -2,10 +2,11 @@
 
 torch's FSDP2 divides weights, gradients and moments of any model among them. Each samples and
 scores its share of the prompts and learns from its share of the rows. All of them hold all
-responses of a step, so that groups, the weights of the loss and the cut into microbatches are those
-of one process. After Ctrl-C torchrun waits 30 s for the end of the step, the checkpoint and the
-report; with `torchrun --shutdown-timeout 600` longer.
+responses of a step, so that groups and the weights of the loss are those of one process. After
+Ctrl-C torchrun waits 30 s for the end of the step, the checkpoint and the report; with
+`torchrun --shutdown-timeout 600` longer.
 """
+
 import atexit
 import datetime
 import os
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import starter
+from support import edits
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -26,32 +28,19 @@ if RANK:  # the first process speaks for all
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-class CommonRun(starter.Run):
-    """A run that all processes leave after the same step: a signal to one of them ends the run in
-    all, from the next step that they log together."""
-
-    @property
-    def stop(self):
-        return self.agreed
-
-    @stop.setter
-    def stop(self, number):
-        self.received = number
-
-
 def join(run):
-    """Connects the processes, before vLLM makes groups of its own. The first gives the folder."""
-    if WORLD == 1:
-        return
-    on_gpu = run.cfg.device.type == "cuda"
-    if on_gpu:
-        run.cfg.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(run.cfg.device)
-    if not dist.is_initialized():
+    """Gives this process its GPU, and connects the processes, before vLLM makes groups of its own.
+    The first one writes, and gives the folder."""
+    cfg = run.cfg
+    on_gpu = cfg.device.type == "cuda"
+    if on_gpu and WORLD > 1:
+        cfg.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if on_gpu and cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)
+    if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST_WAIT)
         atexit.register(leave)
-    run.__class__ = CommonRun
-    run.received = run.agreed = 0
+    run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
 
 
@@ -63,14 +52,10 @@ def leave():
     time.sleep(0.5)
 
 
-def share_of(items):
-    """Returns this process's part of a list, and the index at which it begins."""
-    n = -(-len(items) // WORLD)
-    return items[RANK * n:(RANK + 1) * n], RANK * n
-
-
 def gather(items):
-    """Returns the lists of all processes as one list."""
+    """Returns the lists of all processes as one list, when all of them have come here."""
+    if WORLD == 1:
+        return items
     parts = [None] * WORLD
     try:
         dist.all_gather_object(parts, items)
@@ -79,20 +64,30 @@ def gather(items):
     return [item for part in parts for item in part]
 
 
+def share_of(items):
+    """Returns this process's part of a list, and the index at which it begins."""
+    n = -(-len(items) // WORLD)
+    return items[RANK * n : (RANK + 1) * n], RANK * n
+
+
 def divide(policy, ref_model, cfg):
     """Divides the weights, and puts this file's functions around those of starter.py."""
     for model in (policy, ref_model):
         if isinstance(model, torch.nn.Module):
             shard(model, cfg)
-    weights_of = starter.MECHANICS.get("weights_of", starter.weights_of.__wrapped__)
-    starter.MECHANICS |= {
-        "rollout_with_transformers": rollout_with_transformers, "score": score,
-        "rollout_with_vllm": rollout_with_vllm, "log_train": log_train,
-        "cut_microbatches": cut_microbatches, "accumulate_gradients": accumulate_gradients,
-        "have_slope": lambda slopes: True,  # FSDP2 divides the weights again in each backward pass
-        "weights_of": lambda policy: whole(weights_of(policy), policy)}
-    print(f"{WORLD} processes divide the weights and the work; each runs the model's own forward "
-          "pass, not support/fast.py")
+    weights_by_name = starter.weights_by_name  # LoRA's, if that is used
+    edits.wrap(
+        rollout_with_transformers=rollout_with_transformers,
+        rollout_with_vllm=rollout_with_vllm,
+        score=score,
+        cut_microbatches=cut_microbatches,
+        weights_by_name=lambda policy: whole_weights(weights_by_name(policy), policy),
+    )
+    edits.replace(sum_over_processes=sum_over_processes, clip_gradient=clip_gradient)
+    print(
+        f"{WORLD} processes divide the weights and the work; each runs the model's own forward "
+        "pass, not support/fast.py"
+    )
 
 
 def shard(model, cfg):
@@ -101,15 +96,17 @@ def shard(model, cfg):
     backward pass, since processes decode at different pace."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
-    mesh = init_device_mesh(cfg.device.type, (WORLD,))
+
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    keep_whole = cfg.engine == "transformers" and learns
-    names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
+    options = {"mesh": init_device_mesh(cfg.device.type, (WORLD,))}
+    if cfg.engine == "transformers" and learns:
+        options["reshard_after_forward"] = False
+    n_names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):  # inner blocks come first
         is_block = type(module).__name__ in (model._no_split_modules or ())
-        if is_block and all(names[id(x)] == 1 for x in module.parameters()):  # nothing is tied
-            fully_shard(module, mesh=mesh, reshard_after_forward=False if keep_whole else None)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False if keep_whole else None)
+        if is_block and all(n_names[id(x)] == 1 for x in module.parameters()):  # nothing is tied
+            fully_shard(module, **options)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -121,71 +118,68 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
         if hasattr(module, "unshard"):
             module.unshard()
     own, first = share_of(prompts)
-    return gather(starter.rollout_with_transformers.__wrapped__(
-        policy, own, cfg, seed + first * group_size, group_size, temperature))
+    sample = edits.own("rollout_with_transformers")
+    return gather(sample(policy, own, cfg, seed + first * group_size, group_size, temperature))
 
 
 def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     own, first = share_of(prompts)
-    return gather(starter.rollout_with_vllm.__wrapped__(
-        llm, own, cfg, seed + first * group_size, group_size, temperature))
+    sample = edits.own("rollout_with_vllm")
+    return gather(sample(llm, own, cfg, seed + first * group_size, group_size, temperature))
 
 
 def score(responses, problems, tokenizer, reward):
-    group_size = len(responses) // max(1, len(problems))  # no skills: nothing
+    group_size = len(responses) // len(problems)
     own, first = share_of(problems)
-    some = responses[first * group_size:(first + len(own)) * group_size]
-    parts = ([], torch.zeros(0), torch.zeros(0, dtype=torch.bool), {})
+    texts, rewards = [], torch.zeros(0)
     if own:
-        parts = starter.score.__wrapped__(some, own, tokenizer, reward)
-    texts, rewards, solved, means = zip(*gather([parts]))
-    n = torch.tensor([len(x) for x in texts]) / max(1, len(responses))
-    return ([text for some in texts for text in some], torch.cat(rewards), torch.cat(solved),
-            {name: sum(x.get(name, 0.0) * share.item() for x, share in zip(means, n))
-             for name in means[0]})
+        first *= group_size
+        own_responses = responses[first : first + len(own) * group_size]
+        texts, rewards = edits.own("score")(own_responses, own, tokenizer, reward)
+    return gather(texts), torch.tensor(gather(rewards.tolist()))
 
 
 def cut_microbatches(batch, max_tokens):
     """This process's microbatches. All processes have the same number of them, since gradients are
-    summed after each; rows without a token make up for it."""
+    summed after each; some without a token make up for it."""
     lengths = batch["response_mask"].sum(dim=1)
-    lengths -= lengths.max() * ~batch["mean_weights"].any(dim=1)  # those not in the means come last
     own_rows = lengths.argsort(descending=True, stable=True)[RANK::WORLD]
-    microbatches = []
-    if len(own_rows):
-        own = {name: tensor[own_rows] for name, tensor in batch.items()}
-        microbatches = starter.cut_microbatches.__wrapped__(own, max_tokens)
+    own = starter.keep_rows(batch, own_rows)
+    microbatches = edits.own("cut_microbatches")(own, max_tokens)
     empty = {name: tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     most = max(gather([len(microbatches)]))
     return microbatches + [dict(empty) for _ in range(most - len(microbatches))]
 
 
-def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
-    """The sums over all processes."""
-    parts = gather([starter.accumulate_gradients.__wrapped__(
-        policy, microbatches, cfg, ref_model, kl_coef)])
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
+def sum_over_processes(sums):
+    parts = gather([sums])
+    return {name: sum(part[name] for part in parts) for name in sums}
 
 
-def log_train(run, step, metrics):
-    run.agreed = max(gather([run.received]))
-    starter.log_train.__wrapped__(run, step, metrics)
+def whole(tensor):
+    """Returns a tensor with the parts of all processes."""
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor
 
 
-def whole(weights, policy):
+def clip_gradient(policy, max_norm):
+    return whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
+
+
+def whole_weights(weights, policy):
     """(name, tensor) pairs -> the same with the parts of all processes, one tensor at a time. The
     names of a tied weight have one tensor, so that it is saved once."""
-    names_of = {}
+    first_name = {}  # of each parameter
+    tied_to = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    tied_to = {name: names[0] for names in names_of.values() for name in names[1:]}
-    kept = {}
+        tied_to[name] = first_name.setdefault(id(parameter), name)
+    n_names = Counter(tied_to.values())
+    tied = {}
     for name, tensor in weights:
-        if name in tied_to:
-            tensor = kept[tied_to[name]]
-        elif hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        if name in tied_to.values():
-            kept[name] = tensor
+        first = tied_to.get(name)
+        tensor = tied[first] if first in tied else whole(tensor)
+        if n_names[first] > 1:
+            tied[first] = tensor
         yield name, tensor

@@ -4,7 +4,10 @@ Importing this adds the tasks to starter.TASKS, and what scores their answers to
 read_problems takes the place of starter.py's: it reads data sets of the Hugging Face hub and other
 column names too, and says in one sentence what is wrong with a file.
 """
+
 import ast
+import csv
+import io
 import itertools
 import json
 import operator
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import starter
 from starter import InputError, is_held_out
+from support import rules
 
 TINY = str(Path(__file__).resolve().parent / "tiny")  # the built-in model; see lab/build_tiny.py
 
@@ -24,7 +28,8 @@ TINY = str(Path(__file__).resolve().parent / "tiny")  # the built-in model; see 
 COUNTDOWN_PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
     "exactly once, with + - * / and parentheses. Think in a few short lines, then give the "
-    "expression alone in answer tags, for example <answer>(1 + 2) * 3</answer>.")
+    "expression alone in answer tags, for example <answer>(1 + 2) * 3</answer>."
+)
 # Two numbers up to 50, in the short form that the built-in model was taught.
 SMALL_COUNTDOWN = dict(n_numbers=(2,), max_number=50, prompt="make {target}: {numbers}")
 N_TRAIN_PROBLEMS = 10_000  # of Countdown, which are made up
@@ -54,8 +59,10 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
     in_vain = 0  # tries since the last problem
     while len(problems) < n:
         if in_vain == 20_000:
-            raise InputError(f"n_eval_problems = {n}: only {len(problems)} different Countdown "
-                             f"problems were found; use n_eval_problems = {len(problems)} or fewer")
+            raise InputError(
+                f"n_eval_problems = {n}: only {len(problems)} different Countdown "
+                f"problems were found; use n_eval_problems = {len(problems)} or fewer"
+            )
         in_vain += 1
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
         key = (sorted(numbers), target)
@@ -65,15 +72,18 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
         in_vain = 0
         seen.add(str(key))
         text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
-        problems.append({"prompt": text, "numbers": numbers, "target": target,
-                         "solution": solution})
+        problems.append(
+            {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
+        )
     return problems
 
 
 def countdown_problems(cfg, **kind):
     """Three or four numbers up to 99, asked for in words; or another kind."""
-    return (make_countdown(N_TRAIN_PROBLEMS, False, cfg.seed, **kind),
-            make_countdown(cfg.n_eval_problems, True, cfg.seed, **kind))
+    return (
+        make_countdown(N_TRAIN_PROBLEMS, False, cfg.seed, **kind),
+        make_countdown(cfg.n_eval_problems, True, cfg.seed, **kind),
+    )
 
 
 def addition_problems(cfg):
@@ -88,8 +98,12 @@ def addition_problems(cfg):
     return sides[False], sides[True]
 
 
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub,
-              ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def arithmetic(text):
@@ -141,129 +155,142 @@ def score_last_number(response_text, problem):
     return float(starter.same_answer(last_number(response_text), str(problem["answer"])))
 
 
-starter.TASKS |= {"addition": addition_problems, "countdown": countdown_problems,
-                  "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN)}
+starter.TASKS |= {
+    "addition": addition_problems,
+    "countdown": countdown_problems,
+    "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN),
+}
 starter.SCORERS |= {"numbers": score_countdown, "last_number": score_last_number}
 
 # Files and data sets -> problems.
 
 QUESTION_PROMPT = (
     "{question}\nThink step by step in a few short lines, then give the answer alone in answer "
-    "tags, for example <answer>42</answer>.")
+    "tags, for example <answer>42</answer>."
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
-PACKED = {b"\x1f\x8b": "a gzip file", b"PK": "a zip file"}
-TABLES = (".csv", ".json", ".parquet")  # pandas converts them
+TABLES = (".csv", ".json", ".jsonl", ".parquet")
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
 def read_problems(source):
-    """A JSONL file, or "user/name", "user/name:configuration" or "user/name:configuration:split" of
-    a data set on the Hugging Face hub (split "train") -> its problems.
+    """A JSONL, JSON or CSV file, or "user/name", "user/name:configuration" or
+    "user/name:configuration:split" of a data set on the Hugging Face hub (split "train") -> its
+    problems.
 
-    "prompt" is a text or a list of chat messages; "question" or "problem" in its place is put into
-    QUESTION_PROMPT. "answer", or "solution", is a text or a number; of one that ends in "#### 72"
-    (GSM8K) or holds \\boxed{72} (MATH) it is 72. Other keys stay, for a reward of your own.
+    "prompt" is a text or a list of chat messages, which may be named "messages"; "question" or
+    "problem" in its place is put into QUESTION_PROMPT. "answer", or "solution", is a text or a
+    number; of one that ends in "#### 72" (GSM8K) or holds \\boxed{72} (MATH) it is 72. Other keys
+    stay, for a reward of your own.
     """
     hub_name = HUB_NAME.fullmatch(str(source))
     if os.path.isfile(source):
         rows = rows_of_file(Path(source))
-    elif hub_name and Path(source).suffix not in (*TABLES, ".jsonl"):
+    elif hub_name and Path(source).suffix not in TABLES:
         rows = rows_of_hub(*hub_name.groups())
     else:
         known = [*starter.TASKS, *map(str, Path(source).parent.glob("*.jsonl"))]
-        raise InputError(f"{str(source)!r} is no task, no file, and no 'user/name' of a data set "
-                         f"on the Hugging Face hub; {starter.nearest(source, known)}")
+        raise InputError(
+            f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the Hugging "
+            f"Face hub; {rules.nearest(source, known)}"
+        )
     notes = set()
     problems = [as_problem(row, where, notes) for where, row in rows]
     if not problems:
-        raise InputError(f"{source} has no lines; write one JSON object with 'prompt' and 'answer' "
-                         "into each")
+        raise InputError(
+            f"{source} has no lines; write an object with 'prompt' and 'answer' in each"
+        )
     if notes:
         print(f"{source}: {len(problems)} problems; {'; '.join(sorted(notes))}")
     return problems
 
 
-def rows_of_file(path):
-    """Yields (where it stands, the content) of each line of a JSONL file."""
-    kind = path.suffix[1:] if path.suffix in TABLES else "json"
-    as_texts = {"csv": ", dtype=str", "json": ", dtype=False"}  # the answer 0258 is no number
+def text_of(path):
+    """Returns the text of a file."""
+    content = path.read_bytes()
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); change that") from None
-    if content[:2] in PACKED:
-        raise InputError(f"{path} is {PACKED[content[:2]]}, not JSONL; unpack it")
-    kind = "parquet" if content[:4] == b"PAR1" else kind
-    if kind != "json" or content.lstrip()[:1] == b"[" and b"]\n[" not in content:
-        found = "a JSON array" if kind == "json" else f"a {kind} file"
-        raise InputError(f"{path} is {found}, not JSONL with an object in each line; convert it: "
-                         f"pandas.read_{kind}({str(path)!r}{as_texts.get(kind, '')})"
-                         f".to_json({str(path.with_suffix('')) + '_lines.jsonl'!r}, "
-                         "orient='records', lines=True)")
-    for number, line in enumerate(content.splitlines(), 1):
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode())
-            json.dumps(row, ensure_ascii=False).encode()  # fails on half a character
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} after "
-                             f"{error.start} others); save the file in that encoding") from None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where} is not JSON ({error}): {line.decode()!r:.80}; write one "
-                             "whole object into each line") from None
-        yield where, row
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path} line {number} is no text in UTF-8 (byte 0x{content[error.start]:02x}); unpack "
+            "the file, or save it as JSONL in that encoding"
+        ) from None
+
+
+def from_json(text, where):
+    """Returns what a text in JSON stands for."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where} is not JSON ({error}): {text!r:.80}; write one whole object into each line"
+        ) from None
+
+
+def rows_of_file(path):
+    """Yields (where it stands, the content) of each problem in a file."""
+    text = text_of(path)
+    if path.suffix == ".csv":
+        for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
+            yield f"{path} row {number}", row
+    elif text.lstrip().startswith("["):
+        for number, row in enumerate(from_json(text, path), 1):
+            yield f"{path} item {number}", row
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                where = f"{path} line {number}"
+                yield where, from_json(line, where)
 
 
 def rows_of_hub(name, configuration, split):
     """Yields (where it stands, the row) of each row of a split of a data set."""
     try:
         from datasets import load_dataset
+
         splits = load_dataset(name, configuration or None)
     except ModuleNotFoundError as error:
         raise InputError(f"data set {name!r} needs the package {error.name}; install it") from None
     except Exception as error:  # whatever the library raises over a network and others' files
-        raise InputError(f"data set {name!r} cannot be loaded ({type(error).__name__}: "
-                         f"{' '.join(str(error).split())[:300]}); check the network, and the "
-                         "name 'user/name:configuration'") from error
+        raise InputError(
+            f"data set {name!r} cannot be loaded ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}); check the network, and the name "
+            "'user/name:configuration'"
+        ) from error
     split = split or "train"
+    rules.check_known(f"split of {name!r}", split, list(splits))
     others = [f"{name}:{configuration or ''}:{other}" for other in splits if other != split]
-    if split not in splits:
-        raise InputError(f"data set {name!r} has no split {split!r}; use one of {others}")
     print(f"{name}: the split {split!r}; for eval_file there are also {others}")
     for i, row in enumerate(splits[split]):
         yield f"{name}, {split} row {i}", row
 
 
 def check_chat(chat, where):
-    """Raises InputError where a list is no chat that waits for the assistant's message."""
+    """Raises InputError where a list is no chat."""
     for message in chat:
         if not (isinstance(message, dict) and isinstance(message.get("content"), str)):
-            raise InputError(f"{where} has the chat message {message!r:.80}; give it a 'role' and "
-                             "a text under 'content'")
-        role = message.get("role")
-        if role not in ROLES:
-            raise InputError(f"{where} has the role {role!r}; {starter.nearest(role, ROLES)}")
+            raise InputError(
+                f"{where} has the chat message {message!r:.80}; give it a 'role' and a text under "
+                "'content'"
+            )
+        rules.check_known(f"{where}: the role", message.get("role"), ROLES)
     if all(message["role"] != "user" for message in chat):
         raise InputError(f"{where} has a chat without a user's message; add one")
-    if chat[-1]["role"] == "assistant":
-        raise InputError(f"{where} has a chat that ends with the assistant's message, where the "
-                         "response will stand; delete that message")
 
 
 def column(row, names, types, where):
     """Returns the first of these keys that a row has, and what stands there."""
-    key = next((name for name in names if name in row), None)
-    if key is None:
+    for key in names:
+        if key in row:
+            break
+    else:
         raise InputError(f"{where} has the keys {[*row]}, and no {names[0]!r}; rename or add one")
     value = row[key]
-    if type(value) not in types:
+    if type(value) not in types or value == [] or not str(value).strip() or value != value:
         other = "chat messages" if list in types else "a number"
         raise InputError(f"{where} has {value!r:.80} under {key!r}; give a text or {other}")
-    if value == [] or not str(value).strip() or value != value:
-        raise InputError(f"{where} has nothing under {key!r}; fill it in, or delete that line")
     return key, value
 
 
@@ -271,26 +298,37 @@ def as_problem(row, where, notes):
     """Returns the problem in a row. What was understood without being said goes into notes."""
     if not isinstance(row, dict):
         raise InputError(f"{where} is {row!r:.80}; write an object with 'prompt' and 'answer'")
-    key, prompt = column(row, ("prompt", "question", "problem"), (str, list), where)
+    key, prompt = column(row, ("prompt", "question", "problem", "messages"), (str, list), where)
     if isinstance(prompt, list):
         check_chat(prompt, where)
+        if prompt[-1]["role"] == "assistant":
+            row = {"answer": prompt[-1]["content"], **row}
+            prompt = prompt[:-1]
+            notes.add("the assistant's last message is the answer, where there is no 'answer'")
     elif key != "prompt":
         notes.add(f"{key!r} is the prompt, with a request for answer tags; 'prompt' gets none")
         prompt = QUESTION_PROMPT.format(question=prompt)
     key, answer = column(row, ("answer", "solution"), (str, int, float), where)
     _, mark, final = str(answer).rpartition("####")
+    final = final.strip()
     if key == "solution" and not mark:
         final = (BOXED.findall(final) or [final])[-1]
     if key == "solution" or mark:
         notes.add(f"of {key!r} the answer is what follows '####' or is in the last \\boxed, if any")
-    if not final.strip() or "<answer>" in final:
-        raise InputError(f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the "
-                         "answer tags, without them")
-    scored = row.get("last_number", True)
-    if scored is not True or "last_number" in row and not starter.NUMBER.fullmatch(final.strip()):
-        raise InputError(f"{where} has {scored!r:.80} under 'last_number' and {answer!r:.80} under "
-                         f"{key!r}; write true and a number, or leave last_number out")
+    if not final or "<answer>" in final:
+        raise InputError(
+            f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the answer tags, "
+            "without them"
+        )
+    last_number = row.get("last_number")
+    if last_number not in (None, True) or last_number and not starter.NUMBER.fullmatch(final):
+        raise InputError(
+            f"{where} has {last_number!r:.80} under 'last_number' and {answer!r:.80} under "
+            f"{key!r}; write true and a number, or leave last_number out"
+        )
     if len(final) > 100:
-        notes.add("some answers have more than 100 characters, which hardly any response will "
-                  "equal: give a reward of your own")
-    return row | {"prompt": prompt, "answer": final.strip()}
+        notes.add(
+            "some answers have more than 100 characters, which hardly any response will equal: "
+            "give a reward of your own"
+        )
+    return {**row, "prompt": prompt, "answer": final}
