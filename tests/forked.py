@@ -40,6 +40,15 @@ def in_new_process(module, function, folder, starter_folder, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def edited_text(replaced):
+    """{text that occurs once in starter.py: text in its place} -> the text of the edited file."""
+    text = (REPOSITORY / "starter.py").read_text("utf-8")
+    for old, new in replaced.items():
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in starter.py"
+        text = text.replace(old, new)
+    return text
+
+
 def write_copy(folder, text, with_support):
     """Writes a folder with this text as starter.py, and a copy of support/. Returns the folder."""
     folder.mkdir()
