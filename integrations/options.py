@@ -1,15 +1,10 @@
 """main()'s parameters of the KL penalty, for trainers that are not starter.py."""
-import inspect
-import tempfile
-from types import SimpleNamespace
 
 import starter
 from support import adaptive_rules, kl_checks, rules  # noqa: F401  the first adds rules
 
-DEFAULTS = {name: parameter.default
-            for name, parameter in inspect.signature(starter.main).parameters.items()}
-NAMES = sorted({name for name in DEFAULTS if name.startswith("kl_")} | rules.OF_A_RULE
-               | {"max_new_tokens", "reproduce_paper"})
+NAMES = {name for name in vars(starter.cfg_with()) if name.startswith("kl_")}
+NAMES |= rules.OF_A_RULE | {"max_new_tokens", "reproduce_paper"}
 
 
 def checked_kl_settings(**options):
@@ -17,13 +12,10 @@ def checked_kl_settings(**options):
     InputError for what is not known or changes nothing, and for a term that penalises nothing or
     the wrong thing, unless reproduce_paper=True."""
     for name in options:
-        if name not in NAMES:
-            raise starter.InputError(f"{name} is not an option of the KL penalty; "
-                                     f"{starter.nearest(name, NAMES)}")
+        rules.check_known("an option", name, NAMES)
     given = {name: value for name, value in options.items() if value is not None}
-    cfg = SimpleNamespace(**DEFAULTS | given | {
-        "use_kl_penalty": True, "out_dir": tempfile.gettempdir()})  # where nothing is written
-    rules.check_settings(cfg)
-    starter.check_kl_names(cfg)
+    cfg = starter.cfg_with(**given, use_kl_penalty=True)
+    rules.check_kinds(cfg)
+    starter.check_kl_settings(cfg)
     kl_checks.check_kl(cfg)
-    return starter.KLSettings(**{name: getattr(cfg, name) for name in given})
+    return starter.KLSettings(**{name: getattr(cfg, name) for name in NAMES})

@@ -9,6 +9,7 @@ tokens as TRL's loss_type averages. docs/trl.md explains the options and what wa
 Needs TRL 1.16 (pip install trl==1.16.0), and starter.py and support/ beside integrations/.
 SPDX-License-Identifier: MIT
 """
+
 import inspect
 import json
 import os
@@ -24,8 +25,10 @@ try:
     import starter
     from integrations import options
 except ModuleNotFoundError as error:
-    raise ImportError(f"{__file__} needs starter.py, support/ and integrations/ of its repository "
-                      f"in a folder on sys.path ({error}); add that folder to PYTHONPATH") from None
+    raise ImportError(
+        f"{__file__} needs starter.py, support/ and integrations/ of its repository "
+        f"in a folder on sys.path ({error}); add that folder to PYTHONPATH"
+    ) from None
 
 for variable in set(os.environ) - environment:
     del os.environ[variable]  # starter.py sets some for its own runs; TRL's run as they would alone
@@ -37,6 +40,7 @@ CONTROLLER_FILE = "kl_controller.json"  # in each checkpoint folder
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPOConfig with the options of the adaptive-KL document and of starter.py."""
+
     kl_adaptation_method: str = "none"  # a term rule, a rule for beta, or "dynamic+sigmoid"
     kl_clip_threshold: float | None = None  # nats; None: 1.0 for clip, 5.0 for clip_sound
     kl_target: float = 0.1  # nats per token
@@ -53,32 +57,51 @@ class GRPOConfig(trl.GRPOConfig):
 
 def check_options(args):
     """Raises starter.InputError, in one sentence, for what cannot work together with TRL."""
-    for works, sentence in (
-        (args.beta > 0,
-         f"beta = {args.beta!r} leaves nothing for the KL options to act on; use a beta above 0, "
-         "or leave out kl_adaptation_method, kl_estimator, kl_gradient and kl_in"),
-        (args.loss_type in LOSS_TYPES,
-         f"loss_type = {args.loss_type!r} does not work with the KL options; "
-         f"{starter.nearest(args.loss_type, LOSS_TYPES)}"),
-        (args.kl_gradient != "as_written" or not args.use_bias_correction_kl,
-         "kl_gradient = 'as_written' would be TRL's k3 times the importance ratio, which has the "
-         "gradient of 'reverse'; use that, or use_bias_correction_kl = False"),
-        (args.kl_in != "reward" or args.importance_sampling_level == "token"
-         and args.top_entropy_quantile == 1 and args.off_policy_mask_threshold is None,
-         "kl_in = 'reward' does not work with importance_sampling_level = 'sequence', "
-         "top_entropy_quantile or off_policy_mask_threshold, which would act on the KL too; use "
-         "kl_in = 'loss_to_go'"),
-        (not (args.liger_kernel_config or {}).get("fused_linear_cross_entropy"),
-         "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past the "
-         "KL options; use use_liger_kernel = False"),
-        *((module == "trl.trainer.grpo_trainer",
-           f"GRPOTrainer's loss was replaced by {module}, which would ignore the KL options; "
-           "remove that import (of unsloth, say), or leave the options out")
-          for module in (trl.GRPOTrainer.compute_loss.__module__,
-                         trl.GRPOTrainer._compute_loss.__module__)),
-    ):
-        if not works:
-            raise starter.InputError(sentence)
+    fault = fault_of(args)
+    if fault is not None:
+        raise starter.InputError(fault)
+
+
+def fault_of(args):
+    """Returns what cannot work together with TRL, and what to use, or None."""
+    if not args.beta > 0:
+        return (
+            f"beta = {args.beta!r} leaves nothing for the KL options to act on; use a beta above "
+            "0, or leave out kl_adaptation_method, kl_estimator, kl_gradient and kl_in"
+        )
+    if args.loss_type not in LOSS_TYPES:
+        return (
+            f"loss_type = {args.loss_type!r} does not work with the KL options; use one of "
+            f"{LOSS_TYPES}"
+        )
+    if args.kl_gradient == "as_written" and args.use_bias_correction_kl:
+        return (
+            "kl_gradient = 'as_written' would be TRL's k3 times the importance ratio, which has "
+            "the gradient of 'reverse'; use that, or use_bias_correction_kl = False"
+        )
+    acts_on_all = (
+        args.importance_sampling_level != "token"
+        or args.top_entropy_quantile != 1
+        or args.off_policy_mask_threshold is not None
+    )
+    if args.kl_in == "reward" and acts_on_all:
+        return (
+            "kl_in = 'reward' does not work with importance_sampling_level = 'sequence', "
+            "top_entropy_quantile or off_policy_mask_threshold, which would act on the KL too; "
+            "use kl_in = 'loss_to_go'"
+        )
+    if (args.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
+        return (
+            "liger_kernel_config with fused_linear_cross_entropy computes a loss of its own, past "
+            "the KL options; use use_liger_kernel = False"
+        )
+    for function in (trl.GRPOTrainer.compute_loss, trl.GRPOTrainer._compute_loss):
+        if function.__module__ != "trl.trainer.grpo_trainer":
+            return (
+                f"GRPOTrainer's loss was replaced by {function.__module__}, which would ignore "
+                "the KL options; remove that import (of unsloth, say), or leave the options out"
+            )
+    return None
 
 
 def kl_settings_of(args):
@@ -91,7 +114,8 @@ def kl_settings_of(args):
         return None
     check_options(args)
     return options.checked_kl_settings(
-        **given, kl_coef=args.beta, max_new_tokens=args.max_completion_length)
+        **given, kl_coef=args.beta, max_new_tokens=args.max_completion_length
+    )
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -107,8 +131,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._log_probs = self._statistics = None  # of the last forward pass
         if self.accelerator.is_main_process:
             shown = {name: getattr(self.kl_settings, name) for name in options.NAMES}
-            print(f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
-                  f"of its own: {shown}", flush=True)
+            print(
+                f"TRL {trl.__version__} (tried with 1.16) with the KL term of starter.py instead "
+                f"of its own: {shown}",
+                flush=True,
+            )
 
     def _calculate_rewards(self, inputs, *others):
         """(N, n functions) rewards of all processes. Their weighted mean moves beta."""
@@ -130,9 +157,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
             with torch.no_grad():
                 batch["old_per_token_logps"] = self._get_per_token_logps_and_entropies(
-                    self.model, tokens, attended, batch["completion_ids"].size(1),
+                    self.model,
+                    tokens,
+                    attended,
+                    batch["completion_ids"].size(1),
                     self.args.per_device_train_batch_size,
-                    **{name: batch[name] for name in names if name in batch})[0]
+                    **{name: batch[name] for name in names if name in batch},
+                )[0]
         return batch
 
     def _compute_loss(self, model, inputs):
@@ -144,9 +175,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
         ref_log_probs = torch.where(mask, inputs["ref_per_token_logps"], 0.0)
         if kl.kl_in == "reward":
-            inputs = inputs | {"advantages": starter.put_kl_into_advantages(
-                inputs["advantages"].unsqueeze(1), inputs["old_per_token_logps"], ref_log_probs,
-                mask, beta, kl)}
+            d = inputs["old_per_token_logps"] - ref_log_probs
+            penalty = starter.penalty_in_reward(d, mask, kl)
+            advantages = inputs["advantages"].unsqueeze(1) - beta * penalty
+            inputs = {**inputs, "advantages": advantages}
         given_beta, self.beta = self.beta, 0.0  # TRL's loss then has no KL term
         try:
             loss = super()._compute_loss(model, inputs)
@@ -156,12 +188,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         log_probs = torch.where(mask, self._log_probs, 0.0)
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
-        x = self._statistics
-        vocab_kl = None if x is None else getattr(x, starter.EXACT[kl.kl_estimator])
-        penalty, metadata = starter.kl_penalty(log_probs, ref_log_probs, old_log_probs, mask, kl,
-                                               vocab_kl)
-        if x is not None:
-            metadata["kl_per_token"] = x.exact_kl
+        stats = self._statistics or {}
+        penalty, metadata = starter.kl_penalty(
+            log_probs,
+            ref_log_probs,
+            old_log_probs,
+            mask,
+            kl,
+            stats.get(starter.EXACT.get(kl.kl_estimator)),
+        )
+        metadata["kl_per_token"] = stats.get("kl_per_token", metadata["kl_k3"])
         self._log_probs = self._statistics = None
         if kl.kl_in != "reward":
             weighted = penalty * self._token_weights(mask, inputs)
@@ -182,15 +218,25 @@ class GRPOTrainer(trl.GRPOTrainer):
             return 1 / (mask.sum().clamp(min=1) * microbatches)
         return 1 / (len(mask) * self.max_completion_length * microbatches)
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep,
-                                           batch_size=None, compute_entropy=False, **others):
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        **others,
+    ):
         """TRL's log-probs. Those of its loss, which alone asks for entropies, are kept."""
         kl = self.kl_settings
         if kl is not None and compute_entropy and kl.kl_estimator in starter.EXACT:
-            return self._forward_over_vocabulary(model, input_ids, attention_mask, logits_to_keep,
-                                                 others)
+            return self._forward_over_vocabulary(
+                model, input_ids, attention_mask, logits_to_keep, others
+            )
         scores = super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
+        )
         if kl is not None and compute_entropy:
             self._log_probs = scores[0]
         return scores
@@ -199,14 +245,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         """(B, P + T) ids -> (B, T) log-probs, entropies, and self._statistics. TRL's fused head
         does not keep logits, so this holds (B, T, V) of them."""
         if any(value is not None and value is not False for value in others.values()):
-            raise starter.InputError(f"kl_estimator = {self.kl_settings.kl_estimator!r} works for "
-                                     "text without an auxiliary loss of experts; use 'k3'")
+            raise starter.InputError(
+                f"kl_estimator = {self.kl_settings.kl_estimator!r} works for "
+                "text without an auxiliary loss of experts; use 'k3'"
+            )
 
         def logits_of(scored_model):
             with self.accelerator.autocast():
-                logits = scored_model(input_ids=input_ids, attention_mask=attention_mask,
-                                      logits_to_keep=n_tokens + 1, use_cache=False).logits
-            return logits[:, -n_tokens - 1:-1].flatten(0, 1)
+                logits = scored_model(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    logits_to_keep=n_tokens + 1,
+                    use_cache=False,
+                ).logits
+            return logits[:, -n_tokens - 1 : -1].flatten(0, 1)
 
         logits = logits_of(model)
         with torch.no_grad():
@@ -216,19 +268,21 @@ class GRPOTrainer(trl.GRPOTrainer):
                 adapted = self.accelerator.unwrap_model(self.model)
                 with use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None):
                     ref_logits = logits_of(model)
-        statistics = starter.statistics_of_logits(logits, input_ids[:, -n_tokens:].flatten(),
-                                                  self.temperature, ref_logits)
-        x = self._statistics = starter.TokenStatistics(
-            *(values.view(-1, n_tokens) for values in statistics))
-        self._log_probs = x.log_probs
-        return x.log_probs, x.entropy, None
+        labels = input_ids[:, -n_tokens:].flatten()
+        stats = starter.statistics_of_logits(logits, labels, self.temperature, ref_logits)
+        stats = {name: values.view(-1, n_tokens) for name, values in stats.items()}
+        self._statistics = stats
+        self._log_probs = stats["log_probs"]
+        return stats["log_probs"], stats["entropy"], None
 
     def _note_kl(self, metadata, mask, beta):
         """Adds a microbatch to the sums over tokens. After the last one of an optimiser step it
         logs their means over all processes and moves beta, for the next step."""
         summed = ("kl_penalty_mean", "adaptive_kl/adapted_kl", "kl_per_token")
-        sums = torch.stack([torch.where(mask, metadata[name].detach(), 0.0).sum()
-                            for name in summed] + [mask.sum()])
+        sums = torch.stack(
+            [torch.where(mask, metadata[name].detach(), 0.0).sum() for name in summed]
+            + [mask.sum()]
+        )
         training = self.model.training
         if training:
             self._kl_sums = sums = self._kl_sums + sums
@@ -237,9 +291,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._kl_sums = 0.0
         sums = self.accelerator.reduce(sums)
         raw, adapted, per_token = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
-        for name, value in (("kl", raw), ("adaptive_kl/raw_kl", raw),
-                            ("adaptive_kl/adapted_kl", adapted),
-                            ("adaptive_kl/current_beta", beta)):
+        for name, value in (
+            ("kl", raw),
+            ("adaptive_kl/raw_kl", raw),
+            ("adaptive_kl/adapted_kl", adapted),
+            ("adaptive_kl/current_beta", beta),
+        ):
             self._metrics["train" if training else "eval"][name].append(value)
         if training:
             self.controller.update(per_token, self._mean_reward)
