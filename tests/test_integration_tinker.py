@@ -1,7 +1,8 @@
 """Tests of integrations/tinker_kl.py: values, gradients through Tinker's contract, refusals."""
+
 import asyncio
 import functools
-import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -40,14 +41,16 @@ class SmallModel(torch.nn.Module):
         """Those of RESPONSES, a tensor for each, without starter.py."""
         rows = []
         for prompt, response in zip(PROMPTS, RESPONSES):
-            logits = self(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+            logits = self(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             rows.append(logits.log_softmax(-1)[range(len(response)), response])
         return rows
 
 
 # The loss_fn_inputs of each built-in loss: the service takes all of them, and nothing else.
-LOSS_INPUTS = {"cross_entropy": {"target_tokens", "weights"},
-               "ppo": {"target_tokens", "logprobs", "advantages"}}
+LOSS_INPUTS = {
+    "cross_entropy": {"target_tokens", "weights"},
+    "ppo": {"target_tokens", "logprobs", "advantages"},
+}
 
 
 class LocalTrainingClient(tinker.TrainingClient):
@@ -59,16 +62,21 @@ class LocalTrainingClient(tinker.TrainingClient):
         self.thread = ThreadPoolExecutor(max_workers=1)
         limits = SimpleNamespace(fwdbwd_max_chunk_len=2, fwdbwd_max_chunk_bytes_count=10**6)
         holder = SimpleNamespace(
-            _client_config=limits, get_session_id=lambda: "session", get_telemetry=lambda: None,
+            _client_config=limits,
+            get_session_id=lambda: "session",
+            get_telemetry=lambda: None,
             run_coroutine_threadsafe=lambda coroutine: AwaitableConcurrentFuture(
-                self.thread.submit(asyncio.run, coroutine)))
+                self.thread.submit(asyncio.run, coroutine)
+            ),
+        )
         super().__init__(holder, 0, "model", info=None)
         self.requests = ThreadPoolExecutor(max_workers=1)
 
     def _run_fwd_bwd(self, requests, loss_fn, config, *, forward_only):
         data = [datum for request in requests for datum in request.data]
         return AwaitableConcurrentFuture(
-            self.requests.submit(self.answer, data, loss_fn, config, forward_only))
+            self.requests.submit(self.answer, data, loss_fn, config, forward_only)
+        )
 
     def answer(self, data, loss_fn, config, forward_only):
         total, outputs = 0.0, []
@@ -87,8 +95,9 @@ class LocalTrainingClient(tinker.TrainingClient):
             total = total - torch.minimum(ratio * a, clipped * a).sum()
         if not forward_only:
             total.backward()
-        return types.ForwardBackwardOutput(loss_fn_output_type="Local", loss_fn_outputs=outputs,
-                                           metrics={"loss:sum": total.item()})
+        return types.ForwardBackwardOutput(
+            loss_fn_output_type="Local", loss_fn_outputs=outputs, metrics={"loss:sum": total.item()}
+        )
 
 
 def tensors():
@@ -99,11 +108,14 @@ def tensors():
 
 def call_loss(policy, old, ref, advantages, kl_coef, kl=KLSettings(), datums=None, **more):
     """-> loss, its gradients for each datum, the prompt included, and metrics."""
-    leaves = [torch.cat([torch.full((len(prompt) - 1,), -1.5, dtype=row.dtype), row])
-              .requires_grad_() for prompt, row in zip(PROMPTS, policy)]
+    leaves = [
+        torch.cat([torch.full((len(prompt) - 1,), -1.5, dtype=row.dtype), row]).requires_grad_()
+        for prompt, row in zip(PROMPTS, policy)
+    ]
     more = dict(cliprange=0.2, advantages=advantages, old_logprobs=old, ref_logprobs=ref) | more
     loss, metrics = tinker_kl.compute_grpo_kl_loss(
-        datums or tinker_kl.make_datums(PROMPTS, RESPONSES), leaves, kl_coef, kl=kl, **more)
+        datums or tinker_kl.make_datums(PROMPTS, RESPONSES), leaves, kl_coef, kl=kl, **more
+    )
     loss.backward()
     return loss.item(), [leaf.grad for leaf in leaves], metrics
 
@@ -114,47 +126,67 @@ def padded(rows):
 
 # Values and gradients
 
-def test_loss_and_gradient_through_the_sdk_equal_those_of_starter():
+
+@pytest.mark.parametrize(
+    "kl",
+    [
+        KLSettings(),
+        KLSettings(kl_estimator="k1", kl_in="reward"),
+        KLSettings(kl_in="loss_to_go", kl_adaptation_method="clip_sound", kl_clip_threshold=0.5),
+        KLSettings(kl_adaptation_method="length_normalized_sound", max_new_tokens=7),
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_through_the_sdk_equal_those_of_starter(kl):
     _, old, ref, advantages = tensors()
-    mask = padded([torch.ones(len(r), dtype=torch.bool) for r in RESPONSES])
-    norms = set()
-    for estimator, gradient, placement, rule in itertools.product(
-            ("k1", "k2", "k3"), ("reverse", "as_written"), ("loss", "loss_to_go", "reward"),
-            ("none", *starter.TERM_RULES)):
-        kl = KLSettings(kl_estimator=estimator, kl_gradient=gradient, kl_in=placement,
-                        kl_adaptation_method=rule, kl_clip_threshold=0.5, max_new_tokens=7)
-        model = SmallModel(1)
-        a = advantages[:, None]
-        if placement == "reward":
-            a = starter.put_kl_into_advantages(a, padded(old), padded(ref), mask, 0.5, kl)
-        expected, _ = starter.compute_loss(a, padded(model.response_log_probs()), padded(old), 0.2,
-                                           padded(ref), 0.5, mask, kl)
-        expected[mask].sum().backward()
-        loss_fn = functools.partial(
-            tinker_kl.compute_grpo_kl_loss, kl_coef=0.5, kl=kl, advantages=advantages.tolist(),
-            old_logprobs=[x.tolist() for x in old], ref_logprobs=[x.tolist() for x in ref])
-        local = LocalTrainingClient()
-        result = local.forward_backward_custom(
-            tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn).result(timeout=60)
-        found = torch.cat([p.grad.flatten() for p in local.model.parameters()])
-        wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert abs(result.metrics["loss:sum"] - expected[mask].sum().item()) < 1e-5, kl
-        assert (found - wanted).abs().max() < 1e-5, kl
-        norms.add(round(found.norm().item(), 3))
-    assert len(norms) > 20  # the terms differ by more than the bound above
+    mask = padded([torch.ones(len(response), dtype=torch.bool) for response in RESPONSES])
+    model = SmallModel(1)
+    policy = padded(model.response_log_probs())
+    expected, _ = starter.compute_loss(
+        advantages[:, None], policy, padded(old), 0.2, padded(ref), 0.5, mask, kl
+    )
+    expected[mask].sum().backward()
+    loss_fn = functools.partial(
+        tinker_kl.compute_grpo_kl_loss,
+        kl_coef=0.5,
+        kl=kl,
+        advantages=advantages.tolist(),
+        old_logprobs=[x.tolist() for x in old],
+        ref_logprobs=[x.tolist() for x in ref],
+    )
+    local = LocalTrainingClient()
+    datums = tinker_kl.make_datums(PROMPTS, RESPONSES)
+    result = local.forward_backward_custom(datums, loss_fn).result(timeout=60)
+    assert result.metrics["loss:sum"] == pytest.approx(expected[mask].sum().item(), abs=1e-5)
+    for ours, theirs in zip(local.model.parameters(), model.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
+
+
+def test_logged_kl_on_older_samples_counts_each_token_by_its_ratio():
+    policy, old, ref, advantages = tensors()
+    old = [x - 0.5 for x in old]
+    _, _, metrics = call_loss(policy, old, ref, advantages, 0.3)
+    total = 0.0
+    for x, y, z in zip(torch.cat(policy), torch.cat(old), torch.cat(ref)):
+        d = (x - z).item()
+        total += min((x - y).exp().item(), 2.0) * (math.exp(-d) - 1 + d)
+    assert metrics["adaptive_kl/raw_kl"] == pytest.approx(total / 8, abs=1e-5)
+    assert metrics["kl_per_token"] == metrics["adaptive_kl/raw_kl"]
 
 
 def test_guide_call_reads_the_datums_and_equals_the_closure():
     """The names, the padding and the call as the Tinker guide prints them."""
     policy, old, ref, advantages = tensors()
-    datums = []
-    for i, datum in enumerate(tinker_kl.make_datums(PROMPTS, RESPONSES)):
-        rows = {"advantages": advantages[i].expand(len(RESPONSES[i])), "logprobs": old[i],
-                "ref_logprobs": ref[i]}
+    datums = tinker_kl.make_datums(PROMPTS, RESPONSES)
+    for i, datum in enumerate(datums):
+        inputs = datum.loss_fn_inputs
+        del inputs["weights"]
         zeros = torch.zeros(len(PROMPTS[i]) - 1)
-        datums.append(types.Datum(model_input=datum.model_input, loss_fn_inputs={
-            "target_tokens": datum.loss_fn_inputs["target_tokens"],
-            **{name: torch.cat([zeros, row]) for name, row in rows.items()}}))
+        of_tokens = advantages[i].expand(len(RESPONSES[i]))
+        for name, row in zip(
+            ("advantages", "logprobs", "ref_logprobs"), (of_tokens, old[i], ref[i])
+        ):
+            inputs[name] = types.TensorData.from_torch(torch.cat([zeros, row]))
     found = call_loss(policy, None, None, None, 0.01, datums=datums)
     expected = call_loss(policy, old, ref, advantages, 0.01)
     assert abs(found[0] - expected[0]) < 1e-6
@@ -170,18 +202,8 @@ def test_printed_term_is_a_constant_gradient_on_every_token_prompt_included():
         torch.testing.assert_close(a - b, torch.full_like(a, -0.3), atol=1e-6, rtol=0)
 
 
-def test_rule_added_to_starter_works_without_touching_the_integration(monkeypatch):
-    monkeypatch.setitem(starter.TERM_RULES, "half", lambda kl, lengths, s: 0.5 * kl)
-    monkeypatch.setitem(starter.COEFFICIENT_RULES, "double", lambda c, s, kl, reward: 2 * c.beta)
-    controller = tinker_kl.make_controller(0.1, kl_adaptation_method="half+double")
-    base, plain, halved = (call_loss(*tensors(), kl_coef, kl)[0] for kl_coef, kl in (
-        (0, KLSettings()), (1, KLSettings()), (1, controller.settings)))
-    assert abs((halved - base) - 0.5 * (plain - base)) < 1e-6
-    controller.update(kl=0.1, reward=0.5)
-    assert controller.beta == 0.2
-
-
 # The built-in "ppo", and what travels.
+
 
 def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
     """Three steps on one rollout, so that ratios leave 1 and are clipped."""
@@ -189,38 +211,51 @@ def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
     old, advantages = [x.tolist() for x in old], advantages.tolist()
     built_in, custom = LocalTrainingClient(), LocalTrainingClient()
     ppo_datums = tinker_kl.make_ppo_datums(PROMPTS, RESPONSES, old, advantages)
-    loss_fn = functools.partial(tinker_kl.compute_grpo_kl_loss, kl_coef=0, advantages=advantages,
-                                old_logprobs=old)
-    optimizers = [torch.optim.AdamW(client.model.parameters(), 0.05)
-                  for client in (built_in, custom)]
+    loss_fn = functools.partial(
+        tinker_kl.compute_grpo_kl_loss, kl_coef=0, advantages=advantages, old_logprobs=old
+    )
+    optimizers = [
+        torch.optim.AdamW(client.model.parameters(), 0.05) for client in (built_in, custom)
+    ]
     for _ in range(3):
         built_in.forward_backward(ppo_datums, "ppo", tinker_kl.ppo_loss_fn_config(0.2)).result()
         result = custom.forward_backward_custom(
-            tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn).result()
+            tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn
+        ).result()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert result.metrics["clip_frac"] > 0
     untrained = SmallModel(1)
-    for x, y, z in zip(*(model.parameters() for model in (
-            built_in.model, custom.model, untrained))):
+    for x, y, z in zip(
+        *(model.parameters() for model in (built_in.model, custom.model, untrained))
+    ):
         assert torch.equal(x, y) and not torch.equal(x, z)
 
 
 def test_datums_hold_what_the_service_accepts_and_survive_the_wire_format():
     from tinker.proto.request_conv import forward_backward_request_to_proto
+
     logprobs = [[-1.0] * len(r) for r in RESPONSES]
     custom = tinker_kl.make_datums(PROMPTS, RESPONSES)
     for_ppo = tinker_kl.make_ppo_datums(PROMPTS, RESPONSES, logprobs, [0.5, -1.0, [1.0, 2.0, 3.0]])
     assert for_ppo[2].loss_fn_inputs["advantages"].data == [0, 0, 0, 1, 2, 3]
     assert custom[0].model_input.to_ints() == [1, 2, 3, 3, 1, 4]
     assert {name: tensor.data for name, tensor in custom[0].loss_fn_inputs.items()} == {
-        "target_tokens": [2, 3, 3, 1, 4, 1], "weights": [0, 0, 1, 1, 1, 1]}
-    for data, loss_fn, config in ((custom, "cross_entropy", None),
-                                  (for_ppo, "ppo", tinker_kl.ppo_loss_fn_config((0.2, 0.28)))):
-        message = forward_backward_request_to_proto(types.ForwardBackwardRequest(
-            forward_backward_input=types.ForwardBackwardInput(data, loss_fn, config),
-            model_id="m", seq_id=1))
+        "target_tokens": [2, 3, 3, 1, 4, 1],
+        "weights": [0, 0, 1, 1, 1, 1],
+    }
+    for data, loss_fn, config in (
+        (custom, "cross_entropy", None),
+        (for_ppo, "ppo", tinker_kl.ppo_loss_fn_config((0.2, 0.28))),
+    ):
+        message = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(
+                forward_backward_input=types.ForwardBackwardInput(data, loss_fn, config),
+                model_id="m",
+                seq_id=1,
+            )
+        )
         assert len(message.data) == 3
         LocalTrainingClient().forward_backward(data, loss_fn, config).result()
     assert dict(message.loss_fn_config) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
@@ -243,10 +278,12 @@ def test_reference_logprobs_are_aligned_with_the_response():
 
 # Advantages, settings, refusals.
 
+
 def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
     _, old, ref, advantages = tensors()
-    found = tinker_kl.advantages_with_kl(advantages.tolist(), [x.tolist() for x in old],
-                                         [x.tolist() for x in ref], kl_coef=0.3)
+    found = tinker_kl.advantages_with_kl(
+        advantages.tolist(), [x.tolist() for x in old], [x.tolist() for x in ref], kl_coef=0.3
+    )
     for row, a, x, y in zip(found, advantages.tolist(), old, ref):
         d = (x - y).tolist()
         assert row == pytest.approx([a - 0.3 * sum(d[t:]) for t in range(len(d))], abs=1e-6)
@@ -255,23 +292,22 @@ def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
     assert loss == pytest.approx(-sum(map(sum, found)), abs=1e-4)  # the custom loss does the same
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: tinker_kl.make_controller(0.0), "kl_coef = 0.0"),
-    (lambda: tinker_kl.make_controller(0.1, kl_target=0), "kl_target"),
-    (lambda: tinker_kl.make_controller(0.1, kl_target_=0.1), "did you mean 'kl_target'"),
-    (lambda: tinker_kl.make_controller(0.1, kl_gradient="revers"), "did you mean 'reverse'"),
-    (lambda: tinker_kl.make_controller(0.1, kl_estimator="exact"), "two log-probs"),
-    (lambda: tinker_kl.make_controller(0.1, kl_estimator="k1", kl_gradient="as_written"),
-     "expected gradient of zero"),
-    (lambda: tinker_kl.ppo_loss_fn_config(1.2), "distance from 1"),
-    (lambda: tinker_kl.make_datums([[]], [[1]]), "at least one"),
-    (lambda: tinker_kl.make_ppo_datums([[1]], [[1, 2]], [[0.1]], [1.0]), "logprobs"),
-    (lambda: tinker_kl.advantages_with_kl([1.0], [[0.1]], [[0.1]], 0.1, KLSettings()), "'k1'"),
-    (lambda: call_loss(*tensors()[:2], None, [1.0] * 3, 0.1), "needs advantages"),
-    (lambda: call_loss(*tensors()[:3], [1.0] * 2, 0.1), "2 entries for 3"),
-    (lambda: call_loss(*tensors(), kl_coef=-1.0), "kl_coef = -1.0"),
-    (lambda: call_loss(*tensors(), 0.1, KLSettings(kl_estimator="exact")), "two log-probs"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tinker_kl.make_controller(0.0), "kl_coef = 0.0"),
+        (lambda: tinker_kl.make_controller(0.1, kl_target_=0.1), "did you mean 'kl_target'"),
+        (lambda: tinker_kl.make_controller(0.1, kl_target=0.2), "changes nothing"),
+        (lambda: tinker_kl.make_controller(0.1, kl_estimator="exact"), "two log-probs"),
+        (lambda: tinker_kl.ppo_loss_fn_config(1.2), "distance from 1"),
+        (lambda: tinker_kl.make_datums([[]], [[1]]), "at least one"),
+        (lambda: tinker_kl.make_ppo_datums([[1]], [[1, 2]], [[0.1]], [1.0]), "logprobs"),
+        (lambda: tinker_kl.advantages_with_kl([1.0], [[0.1]], [[0.1]], 0.1, KLSettings()), "'k1'"),
+        (lambda: call_loss(*tensors()[:2], None, [1.0] * 3, 0.1), "needs advantages"),
+        (lambda: call_loss(*tensors()[:3], [1.0] * 2, 0.1), "2 entries for 3"),
+        (lambda: call_loss(*tensors(), 0.1, KLSettings(kl_estimator="exact")), "two log-probs"),
+    ],
+)
 def test_mistake_gets_one_sentence(call, message):
     with pytest.raises(InputError, match=message):
         call()
