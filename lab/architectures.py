@@ -8,6 +8,7 @@ starter.init_policy, and compared with its own forward pass (eager attention, on
 padding, no cache), in a process of its own with a time limit: as it is, with the functions of
 support/, with adapters, and with gradient checkpointing. tests/test_architectures.py runs some.
 """
+
 import itertools
 import json
 import os
@@ -32,7 +33,7 @@ from support import fast, lora, models
 
 MAX_NEW_TOKENS = 12
 PROMPT_LENGTHS = (3, 7, 7, 12, 20)
-CFG = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(VOCABULARY + 1,))
+CFG = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=[VOCABULARY + 1], bf16=False)
 SECONDS = 120  # that a row may take
 MEMORY = 12 << 30  # bytes that it may ask for
 
@@ -51,11 +52,20 @@ def make_case(name, folder):
     if len(starter.with_prompt_ids(texts, policy, tokenizer, CFG)) < len(prompts):
         raise starter.InputError("some prompts do not fit into the model's context")
     models.check_reading(policy, prompts, CFG)
-    responses = [starter.Response(prompt, token_ids(rng, n), [0.0] * n, True)
-                 for prompt, n in zip(prompts * 2, (12, 5, 9, 1, 3, 12, 2, 12))]
+    responses = [
+        starter.Response(prompt, token_ids(rng, n), [0.0] * n, True)
+        for prompt, n in zip(prompts * 2, (12, 5, 9, 1, 3, 12, 2, 12))
+    ]
     batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
-    return SimpleNamespace(own=own, policy=policy, folder=folder, prompts=prompts,
-                           responses=responses, batch=batch, sampled=[])
+    return SimpleNamespace(
+        own=own,
+        policy=policy,
+        folder=folder,
+        prompts=prompts,
+        responses=responses,
+        batch=batch,
+        sampled=[],
+    )
 
 
 def own_log_probs(model, r):
@@ -63,18 +73,19 @@ def own_log_probs(model, r):
     alone, and (L,) those of the tokens that it has."""
     ids = torch.tensor([[*r.prompt_ids, *r.response_ids[:-1]]])
     logits = model(input_ids=ids, use_cache=False).logits[0].float()
-    log_probs = logits.log_softmax(dim=1)[len(r.prompt_ids) - 1:]
+    log_probs = logits.log_softmax(dim=1)[len(r.prompt_ids) - 1 :]
     return log_probs, log_probs.gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
 
 
 # 1. Checks.  A case -> a difference, which must be at most the number beside the check. A check of
 # LoRA or of checkpointing is one more function in CHECKS.
 
+
 @torch.no_grad()
 def log_probs(case):
     """Nats between token_statistics of a padded batch and each row alone."""
     statistics = starter.token_statistics(case.policy, case.batch, 1.0)
-    ours = statistics.log_probs[case.batch["response_mask"]]
+    ours = statistics["log_probs"][case.batch["response_mask"]]
     return ours - torch.cat([own_log_probs(case.own, r)[1] for r in case.responses])
 
 
@@ -83,13 +94,15 @@ def gradients(case):
     rng = torch.Generator().manual_seed(2)
     weights = torch.randn(case.batch["labels"].shape, generator=rng)
     statistics = starter.token_statistics(case.policy, case.batch, 1.0)
-    (weights * statistics.log_probs).sum().backward()
+    (weights * statistics["log_probs"]).sum().backward()
     mask = case.batch["response_mask"]
     for row, response in enumerate(case.responses):
         (weights[row][mask[row]] * own_log_probs(case.own, response)[1]).sum().backward()
     # By their order: a checkpoint of a model that also sees images has longer names.
-    own, ours = ([p.grad for p in model.parameters() if p.grad is not None]
-                 for model in (case.own, case.policy))
+    own, ours = (
+        [p.grad for p in model.parameters() if p.grad is not None]
+        for model in (case.own, case.policy)
+    )
     largest = max(gradient.abs().max() for gradient in own)
     return torch.stack([(a - b).abs().max() / largest for a, b in zip(ours, own, strict=True)])
 
@@ -108,12 +121,12 @@ def rollout(case):
 
 @torch.no_grad()
 def first_step(case):
-    """Mean nats between sampler and trainer, of which starter.check_log_probs warns above 1e-3."""
+    """Mean nats between sampler and trainer, which starter.check_sampler looks at."""
     if not case.sampled:  # the rollout raised an error
         return torch.zeros(1)
     batch = starter.make_batch(case.sampled, torch.zeros(len(case.sampled)), "cpu")
     statistics = starter.token_statistics(case.policy, batch, 1.0)
-    difference = (statistics.log_probs - batch["rollout_log_probs"])[batch["response_mask"]]
+    difference = (statistics["log_probs"] - batch["rollout_log_probs"])[batch["response_mask"]]
     return difference.abs().mean()
 
 
@@ -125,7 +138,7 @@ def saved(case):
     for name, tensor in case.policy.state_dict().items():
         if tensor.is_floating_point():
             tensor += 0.02 * torch.randn_like(tensor)
-    weights = {name: tensor.detach() for name, tensor in starter.weights_of(case.policy)}
+    weights = {name: tensor.detach() for name, tensor in starter.weights_by_name(case.policy)}
     case.policy.save_pretrained(case.folder / "model", state_dict=weights)
     save_tokenizer(case.folder / "model")
     ids = torch.tensor([case.prompts[-1]])
@@ -152,16 +165,22 @@ def checkpoint_layers(case):
         raise starter.InputError("it has no gradient checkpointing")
     cfg = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, gradient_checkpointing=True)
     models.check_reading(case.policy, case.prompts, cfg)
-    case.policy.train().gradient_checkpointing_enable()
+    case.policy.gradient_checkpointing_enable()
+    starter.train_checkpointed_layers(case.policy)
 
 
 # What is done to a model before the checks.
-MODES = {"plain": lambda case: None, "support": attach_fast, "LoRA": add_adapters,
-         "checkpointing": checkpoint_layers}
+MODES = {
+    "plain": lambda case: None,
+    "support": attach_fast,
+    "LoRA": add_adapters,
+    "checkpointing": checkpoint_layers,
+}
 
 
 # 2. Verdicts.  A name, a mode -> a row of the csv file. "right"; "refused", with the sentence;
 # "wrong", and where; "warned": wrong, and the log of the first step says so; "not built".
+
 
 def examine(name, mode, folder):
     row = {"name": name, "mode": mode, "verdict": "right"}

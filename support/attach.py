@@ -9,6 +9,7 @@ from support import rules, tasks
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
     edits.restore()
+    rules.attach()
     rules.check_kinds(cfg)
     presets.choose(cfg)
 
@@ -47,11 +48,12 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
-    memory.attach(cfg)
     edits.log_edits(cfg)
     return ref_model
 
 
 def watch(run):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
+    if ranks.WORLD == 1:  # several processes would wait for each other
+        memory.attach(run)
     return guards.Guards(run)

@@ -1,5 +1,4 @@
 """Refuses KL terms that are known not to work, for main() and for the integrations."""
-import math
 
 from starter import ESTIMATORS, TERM_RULES, InputError, rule_among
 
@@ -8,48 +7,76 @@ def check_kl(cfg):
     """Raises InputError for a KL term whose gradient is zero or wrong, unless a paper is to be
     reproduced. Returns lines about others that are not what their name says. cfg: use_kl_penalty,
     kl_coef, reproduce_paper, perhaps loss_average, and the KL term's."""
-    in_reward = cfg.kl_in == "reward"
-    to_go = cfg.kl_in == "loss_to_go"
-    as_written = cfg.kl_gradient == "as_written" and not in_reward
-    term = rule_among(TERM_RULES, cfg) or ""
     if not cfg.use_kl_penalty:
         return []
-    if not 0 < cfg.kl_coef < math.inf:
-        raise InputError(f"kl_coef = {cfg.kl_coef!r} with use_kl_penalty = True penalises nothing; "
-                         "use a number above 0, or use_kl_penalty = False")
-    for wrong, remedy, why in (
-        (in_reward and cfg.kl_estimator != "k1", "kl_estimator = 'k1'",
-         f"kl_estimator = {cfg.kl_estimator!r} with kl_in = 'reward' does not see the sign of the "
-         "log-ratio, so that its gradient has no fixed direction"),
-        (as_written and cfg.kl_estimator == "k1", "kl_gradient = 'reverse'",
-         "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected gradient of zero on "
-         "the policy's own samples"),
-        (as_written and to_go, "kl_gradient = 'reverse'",
-         "kl_gradient = 'as_written' with kl_in = 'loss_to_go' is the gradient of no divergence"),
-        (to_go and cfg.kl_estimator == "k2", "kl_estimator = 'exact'",
-         "kl_estimator = 'k2' with kl_in = 'loss_to_go' charges earlier tokens with a biased KL"),
-        ("sigmoid" in term and cfg.kl_estimator == "k1", "kl_estimator = 'exact'",
-         f"kl_adaptation_method = {cfg.kl_adaptation_method!r} reverses the gradient where k1 is "
-         "negative"),
-        (term == "clip_sound" and (as_written or cfg.kl_estimator == "exact"),
-         "kl_estimator = 'k3'",
-         "kl_adaptation_method = 'clip_sound' clamps the log-ratios of sampled tokens, which "
-         "neither 'as_written' nor 'exact' uses in the gradient"),
-    ):
-        if wrong and not cfg.reproduce_paper:
-            raise InputError(f"{why}; use {remedy}, or reproduce_paper = True to run it anyway")
-    one_gradient = cfg.kl_gradient == "reverse" and cfg.kl_in == "loss" and not term
-    return [f"KL term: {note}" for applies, note in (
-        (one_gradient and cfg.kl_estimator in ESTIMATORS,
-         f"{cfg.kl_estimator} is its value only; the gradient, which all sampled estimators share, "
-         "is that of KL(policy || reference)"),
-        (as_written and cfg.kl_estimator == "k2",
-         "k2 as written has the gradient of reverse KL in a rollout's first epoch only"),
-        (as_written and cfg.kl_estimator == "k3",
-         "k3 as written has the gradient of forward KL(reference || policy)"),
-        (to_go and cfg.kl_estimator == "k3", "the k3 of later tokens has no bound and enters the "
-         "gradient; 'exact' has less variance"),
-        (cfg.kl_in != "loss" and getattr(cfg, "loss_average", None) == "grpo",
-         f"kl_in = {cfg.kl_in!r} under loss_average = 'grpo' is weighted by 1 / own length: not "
-         "the gradient of the sequence KL, which 'dr_grpo' gives"),
-    ) if applies]
+    if not cfg.kl_coef > 0:
+        raise InputError(
+            f"kl_coef = {cfg.kl_coef!r} penalises nothing; use a number above 0, or "
+            "use_kl_penalty = False"
+        )
+    fault = fault_of(cfg)
+    if fault and not cfg.reproduce_paper:
+        raise InputError(f"{fault}, or reproduce_paper = True to run it anyway")
+    return [f"KL term: {note}" for note in notes(cfg)]
+
+
+def fault_of(cfg):
+    """Returns why the gradient of this KL term is zero or wrong, and what to use, or None."""
+    is_k1 = cfg.kl_estimator == "k1"
+    to_go = cfg.kl_in == "loss_to_go"
+    as_written = cfg.kl_gradient == "as_written" and cfg.kl_in != "reward"
+    if cfg.kl_in == "reward" and not is_k1:
+        return (
+            f"kl_estimator = {cfg.kl_estimator!r} with kl_in = 'reward' does not see the sign of "
+            "the log-ratio, so that its gradient has no fixed direction; use kl_estimator = 'k1'"
+        )
+    if as_written and is_k1:
+        return (
+            "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected gradient of zero "
+            "on the policy's own samples; use kl_gradient = 'reverse'"
+        )
+    if as_written and to_go:
+        return (
+            "kl_gradient = 'as_written' with kl_in = 'loss_to_go' is the gradient of no "
+            "divergence; use kl_gradient = 'reverse'"
+        )
+    if to_go and cfg.kl_estimator == "k2":
+        return (
+            "kl_estimator = 'k2' with kl_in = 'loss_to_go' charges earlier tokens with a biased "
+            "KL; use kl_estimator = 'exact'"
+        )
+    if is_k1 and "sigmoid" in cfg.kl_adaptation_method:
+        return (
+            "kl_adaptation_method = 'sigmoid' reverses the gradient where k1 is negative; use "
+            "kl_estimator = 'exact'"
+        )
+    if "clip_sound" in cfg.kl_adaptation_method:
+        if as_written or cfg.kl_estimator not in ESTIMATORS:
+            return (
+                "kl_adaptation_method = 'clip_sound' cuts the log-ratios of sampled tokens, which "
+                "neither 'as_written' nor 'exact' has as its gradient; use kl_estimator = 'k3' "
+                "and kl_gradient = 'reverse'"
+            )
+
+
+def notes(cfg):
+    """Yields lines about a KL term that is not what its name says."""
+    if cfg.kl_in == "loss":
+        if cfg.kl_gradient == "as_written":
+            if cfg.kl_estimator == "k2":
+                yield "k2 as written has the gradient of reverse KL in a rollout's first epoch only"
+            if cfg.kl_estimator == "k3":
+                yield "k3 as written has the gradient of forward KL(reference || policy)"
+        elif cfg.kl_estimator in ESTIMATORS and rule_among(TERM_RULES, cfg) is None:
+            yield (
+                f"{cfg.kl_estimator} is its value only; the gradient, which all sampled "
+                "estimators share, is that of KL(policy || reference)"
+            )
+        return
+    if cfg.kl_in == "loss_to_go" and cfg.kl_estimator == "k3":
+        yield "the k3 of later tokens has no bound and enters the gradient; 'exact' has less noise"
+    if getattr(cfg, "loss_average", None) == "grpo":
+        yield (
+            f"kl_in = {cfg.kl_in!r} under loss_average = 'grpo' is weighted by 1 / own length: "
+            "not the gradient of the sequence KL, which 'dr_grpo' gives"
+        )

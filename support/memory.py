@@ -1,4 +1,5 @@
 """How much memory a run takes, and what is done where it is too little."""
+
 import math
 import os
 import re
@@ -8,8 +9,7 @@ from types import SimpleNamespace
 import torch
 
 import starter
-from support import edits, models
-from support.fast import LOGITS_AT_ONCE
+from support import edits
 
 PROMPT = 150  # tokens, where no prompt is known yet
 
@@ -17,8 +17,10 @@ PROMPT = 150  # tokens, where no prompt is known yet
 def linear_layers(model):
     """The linear layers, without the LM head."""
     from transformers.pytorch_utils import Conv1D
-    return [module for module in model.modules() if isinstance(module, (torch.nn.Linear, Conv1D))
-            and module is not model.get_output_embeddings()]
+
+    head = model.get_output_embeddings()
+    kinds = (torch.nn.Linear, Conv1D)
+    return [x for x in model.modules() if isinstance(x, kinds) and x is not head]
 
 
 def predicted_gb(config, cfg, n_tokens, ranks=1):
@@ -31,42 +33,61 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
     two layers' worth more while the backward pass is in one of them.
     """
     from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config = config.get_text_config()
-    ends = {*model.get_input_embeddings().parameters(),
-            *model.get_output_embeddings().parameters()}  # one tensor where they are tied
+    head = model.get_output_embeddings()
+    ends = {*model.get_input_embeddings().parameters(), *head.parameters()}  # one if tied
     n_ends = sum(p.numel() for p in ends)
-    n_body = sum(p.numel() for p in model.parameters()) - n_ends
-    sides = sum(sum(layer.weight.shape) for layer in linear_layers(model))  # inputs + outputs
-    n_learning = cfg.lora_rank * sides if cfg.lora_rank else n_body + n_ends
-    has_copy = cfg.use_kl_penalty and not cfg.lora_rank  # of the model, as reference
-    frozen = 2 if cfg.frozen_in_bf16 else 4  # bytes of a parameter that does not learn
-    cast = n_learning if cfg.lora_rank and cfg.frozen_in_bf16 else n_body  # autocast's copies
-    cast += n_body if has_copy and not cfg.frozen_in_bf16 else 0
-    kept = (4 if cfg.bf16 else 5) * sides / config.num_hidden_layers  # by a token in a layer
-    of_layers = kept * config.num_hidden_layers
-    if cfg.gradient_checkpointing:
-        of_layers = kept + 4 * config.hidden_size * config.num_hidden_layers
-    at_once = max(64 * n_tokens, LOGITS_AT_ONCE["cpu" if cfg.device.type == "cpu" else "gpu"])
-    logits = min(n_tokens * config.vocab_size, at_once)
+    n_all = sum(p.numel() for p in model.parameters())
+    n_body = n_all - n_ends
     n_head = config.vocab_size * config.hidden_size
-    rounded = 6 * n_head if cfg.engine == "vllm" and cfg.bf16 else 0  # see Float32Head
-    beside = cfg.engine == "vllm" and cfg.gpu_mem_util >= 1  # its weights; else within its share
-    sizes = {
-        "libraries": 0.5e9 if cfg.device.type == "cpu" else 0,
-        "weights": ((frozen if cfg.lora_rank else 4) * n_body + 4 * n_ends) / ranks,
-        "adapters": 4 * n_learning / ranks if cfg.lora_rank else 0,
-        "gradients": 4 * n_learning / ranks,
-        "moments": 8 * n_learning / ranks,
-        "reference": (frozen * n_body + 4 * n_ends) * has_copy / ranks,
-        "bf16 copies": 2 * cast if cfg.bf16 else 0,
-        "activations": n_tokens * (of_layers + 2 * kept + 14 * config.hidden_size),
-        "vLLM": (2 if cfg.bf16 else 4) * (n_body + n_ends) * beside,
-        "head": (0 if cfg.lora_rank else 4 * n_head) + rounded + 20 * logits,
-    }
+    sides = sum(sum(layer.weight.shape) for layer in linear_layers(model))  # inputs + outputs
+    has_copy = cfg.use_kl_penalty and not cfg.lora_rank  # of the model, as reference
+
+    # Weights, in bytes
+    n_learning = n_all
+    whole = frozen = 4 * n_all
+    n_cast = n_body  # autocast makes copies of them
+    if cfg.frozen_in_bf16:
+        frozen -= 2 * n_body
+    sizes = {"weights": whole}
+    if cfg.lora_rank:
+        n_learning = cfg.lora_rank * sides
+        sizes = {"weights": frozen, "adapters": 4 * n_learning}
+        if cfg.frozen_in_bf16:
+            n_cast = n_learning
+    if has_copy:
+        sizes["reference"] = frozen
+        if not cfg.frozen_in_bf16:
+            n_cast *= 2
+    sizes["gradients"] = 4 * n_learning
+    sizes["moments"] = 8 * n_learning
+    sizes = {name: size / ranks for name, size in sizes.items()}
+
+    # What the passes take besides
+    sizes["head"] = 20 * min(n_tokens * config.vocab_size, starter.LOGITS_AT_ONCE)
+    if not cfg.lora_rank:
+        sizes["head"] += 4 * n_head
+    n_layers = config.num_hidden_layers
+    in_layers = 5 * sides  # by a token
+    if cfg.bf16:
+        in_layers = 4 * sides
+        sizes["bf16 copies"] = 2 * n_cast
+    in_two = 2 * in_layers / n_layers
+    if cfg.gradient_checkpointing:
+        in_layers = in_two / 2 + 4 * config.hidden_size * n_layers
+    sizes["activations"] = n_tokens * (in_layers + in_two + 14 * config.hidden_size)
+    if cfg.engine == "vllm":
+        of_weight = 4
+        if cfg.bf16:
+            of_weight = 2
+            sizes["head"] += 6 * n_head  # the head rounds as vLLM's does
+        if cfg.gpu_mem_util >= 1:  # else the weights are within its share
+            sizes["vLLM"] = of_weight * n_all
     # Loaded whole and in float32, before anything is divided or stored in bf16
-    sizes["loading"] = max(0, 4 * (n_body + n_ends) * (1 + has_copy) - sum(sizes.values()))
+    sizes["loading"] = max(0, whole * (1 + has_copy) - sum(sizes.values()))
     return {name: size / 1e9 for name, size in sizes.items()}
 
 
@@ -75,12 +96,16 @@ def free_gb(cfg):
     tells it, else inf."""
     if cfg.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(cfg.device)
-        unit = total if cfg.gpu_mem_util < 1 else 1e9
-        return (free - cfg.gpu_mem_util * unit * (cfg.engine == "vllm")) / 1e9
+        unit = 1e9
+        if cfg.gpu_mem_util < 1:
+            unit = total
+        if cfg.engine == "vllm":
+            free -= cfg.gpu_mem_util * unit
+        return free / 1e9
     path = Path("/proc/meminfo")
-    text = path.read_text("utf-8") if path.is_file() else ""
-    found = re.search(r"MemAvailable:\s*(\d+) kB", text)
-    return int(found[1]) * 1024 / 1e9 if found else math.inf
+    if not path.is_file():
+        return math.inf
+    return int(re.search(r"MemAvailable:\s*(\d+) kB", path.read_text())[1]) * 1024 / 1e9
 
 
 def check_fits(cfg):
@@ -88,112 +113,110 @@ def check_fits(cfg):
     response at a time, and says what would fit. A model that cannot be counted passes."""
     from transformers import AutoConfig
 
+    n_tokens = cfg.max_new_tokens + PROMPT
+    n_ranks = int(os.environ.get("WORLD_SIZE", 1))
+
     def needed_gb(**changes):
-        given = SimpleNamespace(**vars(cfg) | changes)
-        n_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        return sum(predicted_gb(config, given, cfg.max_new_tokens + PROMPT, n_ranks).values())
+        changed = SimpleNamespace(**{**vars(cfg), **changes})
+        return sum(predicted_gb(config, changed, n_tokens, n_ranks).values())
 
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
-    except Exception:  # whatever others wrote into its files: init_policy says what is wrong
-        return
-    models.check_type(config, cfg.model_id)
-    try:
         needed = needed_gb()
-    except Exception:
+    except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
     free = free_gb(cfg)
     if needed <= free:
         return
     remedy = "more memory"
     small = {"lora_rank": 16, "gradient_checkpointing": True}
-    for changes in (small | {"frozen_in_bf16": bool(cfg.bf16)}, small, {"lora_rank": 16},
-                    {"use_kl_penalty": False}):  # the last that fits costs least
-        if needed_gb(**changes) <= free:
-            remedy = " and ".join(f"{name} = {value!r}" for name, value in changes.items())
+    smallest = {**small, "frozen_in_bf16": cfg.bf16}
+    for changes in (smallest, small, {"lora_rank": 16}, {"use_kl_penalty": False}):
+        if needed_gb(**changes) <= free:  # the last that fits costs least
+            remedy = " and ".join(f"{name} = {value}" for name, value in changes.items())
     raise starter.InputError(
         f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB with these settings, even "
-        f"for one response at a time; {free:.1f} GB are free; use {remedy}, or a smaller model")
+        f"for one response at a time; {free:.1f} GB are free; use {remedy}, or a smaller model"
+    )
 
 
 @torch.no_grad()
 def store_frozen_in_bf16(policy, ref_model, cfg):
     """Stores the linear layers that do not learn in bf16. Autocast rounds them so in any case: the
     log-probs keep their bits. Raises InputError for a model where they do not."""
-    ids = torch.arange(16, device=policy.device)[None]
-    rows = {"input_ids": ids, "labels": ids, "response_mask": ids >= 0}
     model = policy if cfg.lora_rank else ref_model  # with LoRA the reference is the policy, too
-    log_probs = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for layer in linear_layers(model):
-            if not layer.weight.requires_grad:
-                layer.to(dtype)
-        log_probs.append(starter.token_statistics.__wrapped__(model, rows, 1.0, True).log_probs)
-    if not torch.equal(*log_probs):
-        raise starter.InputError(f"frozen_in_bf16 = True changes the log-probs of "
-                                 f"{type(model).__name__}; leave it out")
+    ids = torch.arange(16, device=policy.device)[None]
+    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+    for layer in linear_layers(model):
+        if not layer.weight.requires_grad:
+            layer.to(torch.bfloat16)
+    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+    if not torch.equal(before, after):
+        raise starter.InputError(
+            f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it out"
+        )
 
 
 def is_out_of_memory(error):
-    """Whether torch raised it because memory ran out. A CPU, and a GPU that other processes fill,
-    say so in words alone."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in (
-        "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"))
+    """Whether torch raised it because memory ran out. The first words are a GPU's."""
+    return "out of memory" in str(error) or "can't allocate memory" in str(error)
+
+
+def step_in_parts(step, policy, rows, n, *others):
+    """Does a microbatch n rows at a time. Returns the loss and the means of all."""
+    mask = rows["response_mask"]
+    if len(mask) <= n:
+        return step(policy, rows, *others)
+    loss = 0.0
+    means = {}
+    old_log_probs = []
+    for start in range(0, len(mask), n):
+        part = starter.keep_rows(rows, slice(start, start + n))
+        part_loss, part_means = step(policy, part, *others)
+        loss += part_loss
+        starter.add_scaled(means, part_means, part["response_mask"].sum() / mask.sum())
+        old_log_probs.append(part["old_log_probs"])
+    rows["old_log_probs"] = torch.cat(old_log_probs)  # for the next epoch
+    return loss, means
 
 
 def attach(run):
-    """Puts a loop around starter.accumulate_gradients. Where memory runs out, nothing is left of
-    the attempt, and the step is repeated with smaller microbatches, which take the place of those
-    in the list. Their size is kept in run.state for all later steps.
+    """Where memory runs out, nothing is left of the attempt: the microbatches of this optimiser
+    step so far are repeated in smaller parts. Later ones are cut so from the start, also after a
+    resume, for which run.state keeps their size."""
+    cfg = run.cfg
+    step = starter.grpo_microbatch_step
+    done = []  # microbatches whose gradients the policy holds
+    if run.state.get("max_tokens", math.inf) < cfg.max_tokens_per_microbatch:
+        cfg.max_tokens_per_microbatch = run.state["max_tokens"]
+        print(
+            f"microbatches of {cfg.max_tokens_per_microbatch} tokens, since memory ran out before"
+        )
 
-    Rows without a weight in the means teach nothing by the shipped loss. Then they get no forward
-    pass."""
-    edited = [name for name in edits.LOSS if not edits.is_shipped(name)]
-    if edited:
-        print(f"edited: {', '.join(edited)}; so rows without an advantage have a forward pass, too")
-        if run.cfg.epochs_per_rollout == 1 and "compute_loss" in edited:
-            print("With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing")
-
-    def accumulate_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0):
+    def grpo_microbatch_step(policy, rows, *others):
+        if all(p.grad is None for p in policy.parameters()):
+            done.clear()
+        done.append(rows)
+        todo = [rows]
         while True:
-            counted = [rows for rows in microbatches if edited or rows["mean_weights"].any()
-                       or (rows["advantages"] * rows["response_mask"]).any()]  # edited in train
             try:
-                return starter.accumulate_gradients.__wrapped__(policy, counted, cfg, ref_model,
-                                                                kl_coef)
+                for rows in todo:
+                    n = max(1, cfg.max_tokens_per_microbatch // rows["labels"].shape[1])
+                    result = step_in_parts(step, policy, rows, n, *others)
+                return result
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
             policy.zero_grad()
-            cfg.max_tokens_per_microbatch = cut_smaller(microbatches, cfg)
-            run.state["max_tokens"] = cfg.max_tokens_per_microbatch
-            print("Warning: out of memory: microbatches of "
-                  f"{cfg.max_tokens_per_microbatch} tokens from here on", flush=True)
+            todo = done
+            n_rows, width = rows["labels"].shape
+            n = min(n, n_rows) // 2
+            if n == 0:
+                raise starter.RunStopped(
+                    "out of memory with a single response at a time; lower max_new_tokens, set "
+                    "gradient_checkpointing = True, or take a smaller model; then resume"
+                )
+            cfg.max_tokens_per_microbatch = run.state["max_tokens"] = n * width
+            print(f"Warning: out of memory: microbatches of {n * width} tokens from here on")
 
-    starter.MECHANICS["accumulate_gradients"] = accumulate_gradients
-
-
-def cut_smaller(microbatches, cfg):
-    """Cuts the microbatches of the list into smaller ones. Returns their size in tokens. Raises
-    RunStopped where each of them is a single response."""
-    smaller = microbatches
-    largest = max(rows["labels"].numel() for rows in microbatches)
-    max_tokens = min(cfg.max_tokens_per_microbatch, largest)
-    while len(smaller) == len(microbatches) and max_tokens > 1:
-        max_tokens //= 2
-        smaller = [part for rows in microbatches
-                   for part in starter.cut_microbatches(rows, max_tokens)]
-    if len(smaller) == len(microbatches):
-        raise starter.RunStopped(
-            "out of memory with a single response at a time; lower max_new_tokens, set "
-            "gradient_checkpointing = True, or take a smaller model; then resume")
-    microbatches[:] = smaller
-    return max_tokens
-
-
-def go_on(run):
-    """A run that is resumed keeps the size of microbatches at which memory did not run out."""
-    most = run.state.get("max_tokens", math.inf)
-    if most < run.cfg.max_tokens_per_microbatch:
-        run.cfg.max_tokens_per_microbatch = most
-        print(f"microbatches of {most} tokens: before the resume, memory ran out with larger ones")
+    edits.wrap(grpo_microbatch_step=grpo_microbatch_step)

@@ -1,4 +1,7 @@
 """Whether starter.py is right for the model that was loaded, asked before it trains."""
+
+import math
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -6,13 +9,16 @@ import starter
 from starter import InputError
 from support import edits
 
+MOST_NATS = 0.01  # by which log-probs may differ between two ways to compute them
 
-def check_type(config, model_id):
+
+def check_type(config):
     """Raises InputError for a model that transformers has no class for as a model of text alone."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise InputError(f"model_id = {str(model_id)!r} is of the type {config.model_type!r}, for "
-                         "which transformers has no model of text alone (AutoModelForCausalLM); "
-                         "give another model")
+        raise InputError(
+            f"the model is of the type {config.model_type!r}, for which transformers has no model "
+            "of text alone (AutoModelForCausalLM); give another model"
+        )
 
 
 def check_reading(policy, prompts, cfg):
@@ -20,86 +26,90 @@ def check_reading(policy, prompts, cfg):
     changes, that has no gradient, or that cannot be saved as what it is. One that decodes otherwise
     than it reads is decoded by reading everything again, and the log says so."""
     name = type(policy).__name__
-    if type(policy.config) not in AutoModelForCausalLM._model_mapping:
-        raise InputError(f"{name} is a part of a larger model, which cannot be saved alone; give "
-                         "the folder of a model for text")
+    check_type(policy.config)
     prompts = sorted(prompts, key=len)
-    was_training = policy.training
-    policy.eval()
+    lengths = len(prompts[0]), len(prompts[-1])
+    ids = longest_row(policy, prompts[-1], cfg.max_new_tokens)
     try:
-        fault = fault_of_reading(policy, prompts, cfg)
+        fault = fault_of_reading(policy, ids, lengths, cfg)
     except Exception as error:  # code of the model's authors
-        fault = f"its forward or backward pass fails ({type(error).__name__}: {error!s:.150})"
+        fault = f"its forward or backward pass fails with {error!r:.150}; give another model"
     policy.zero_grad()
-    if fault:
-        remedy = ("leave gradient_checkpointing out" if "gradient_checkpointing" in fault else
-                  "give another model")
-        raise InputError(f"{name} cannot be trained here: {fault}; {remedy}")
-    if edits.is_shipped("decode") and not decodes_as_it_reads(policy, prompts, cfg):
-        starter.MECHANICS["decode"] = decode_without_cache
+    policy.eval()
+    if fault is not None:
+        raise InputError(f"{name} cannot be trained here: {fault}")
+    if edits.is_shipped("next_logits") and not decodes_as_it_reads(policy, ids, lengths):
+        edits.wrap(next_logits=next_logits)
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
-    policy.train(was_training)
 
 
-def log_softmax(logits):
-    return logits.detach().float().log_softmax(dim=-1)
+def longest_row(policy, prompt, max_new_tokens):
+    """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt
+    again and again. After its first time comes padding's id, which a policy may well sample."""
+    config = policy.config.get_text_config()
+    most = starter.LOGITS_AT_ONCE // config.vocab_size
+    length = min(len(prompt) + max_new_tokens, max(len(prompt) + 2, most))
+    ids = (prompt * length)[:length]
+    pad = getattr(config, "pad_token_id", None)
+    if pad in range(config.vocab_size):
+        ids[len(prompt)] = pad
+    return torch.tensor([ids], device=policy.device)
 
 
-def fault_of_reading(policy, prompts, cfg):
-    """Returns what is wrong with a forward and a backward pass, or ""."""
-    vocabulary = policy.config.get_text_config().vocab_size
-    longest = max(map(len, prompts)) + cfg.max_new_tokens
-    checksum = sum(p.detach().double().sum() for p in policy.parameters())
-    for prompt in (prompts[0], prompts[-1]):
-        n = len(prompt)
-        width = max(n + 1, min(longest, starter.LOGITS_AT_ONCE // vocabulary))
-        row = torch.tensor([(prompt + prompts[-1] * width)[:width]], device=policy.device)
-        with torch.set_grad_enabled(not cfg.lora_rank):  # else there may be no memory for them
-            alone = policy(input_ids=row[:, :n], use_cache=False).logits
-        if not cfg.lora_rank:
-            alone.float().log_softmax(dim=-1)[0, :, 0].sum().backward()
-        with torch.no_grad():
-            whole = policy(input_ids=row, use_cache=False).logits
-            policy.train(cfg.gradient_checkpointing)
-            trained = policy(input_ids=row, use_cache=False).logits
-        policy.eval()
-        difference = (log_softmax(alone) - log_softmax(whole[:, :n])).abs().max().item()
-        if not difference < 0.01:
-            return f"what stands after a token changes its log-probs by {difference:.2g} nats"
-        difference = (log_softmax(whole) - log_softmax(trained)).abs().max().item()
-        if not difference < 0.01:
-            return (f"in train mode, which gradient_checkpointing needs, its log-probs change by "
-                    f"{difference:.2g} nats")
-    if not all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None):
-        return "a gradient is not finite"
-    if sum(p.detach().double().sum() for p in policy.parameters()) != checksum:
-        return "its forward pass changes its weights"
-    return ""
+def log_probs(policy, ids):
+    """(1, L) ids -> (L, V) log-probs by the model's own forward pass."""
+    return policy(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
+
+
+def checksum(policy):
+    return sum(p.detach().double().sum() for p in policy.parameters())
+
+
+def fault_of_reading(policy, ids, lengths, cfg):
+    """Returns what is wrong with a forward and a backward pass, and a remedy, or None."""
+    weights = checksum(policy)
+    with torch.no_grad():
+        whole = log_probs(policy, ids)
+        for n in (*lengths, ids.shape[1] - 1):
+            difference = (log_probs(policy, ids[:, :n]) - whole[:n]).abs().max()
+            if not difference < MOST_NATS:
+                return (
+                    f"what stands after a token changes its log-probs by {difference:.2g} nats; "
+                    "give another model"
+                )
+        if cfg.gradient_checkpointing:
+            starter.train_checkpointed_layers(policy)
+            difference = (log_probs(policy, ids) - whole).abs().max()
+            if not difference < MOST_NATS:
+                return (
+                    f"with gradient_checkpointing its log-probs change by {difference:.2g} nats; "
+                    "leave that out"
+                )
+    if not cfg.lora_rank:  # else there may be no memory for gradients of all weights
+        log_probs(policy, ids[:, : lengths[-1]])[:, 0].sum().backward()
+        if not math.isfinite(starter.clip_gradient(policy, 1.0)):
+            return "a gradient is not finite; give another model"
+    if checksum(policy) != weights:
+        return "its forward pass changes its weights; give another model"
 
 
 @torch.no_grad()
-def decodes_as_it_reads(policy, prompts, cfg):
-    """Compares the logits of some tokens after three prompts with those of the row read at once."""
-    n_new = min(12, cfg.max_new_tokens)
+def decodes_as_it_reads(policy, ids, lengths):
+    """Compares some tokens after each of these lengths with the same of the row read at once."""
+    whole = log_probs(policy, ids)
     try:
-        for prompt in (prompts[0], prompts[len(prompts) // 2], prompts[-1]):
-            row = torch.tensor([prompt + (prompts[-1] * n_new)[:n_new]], device=policy.device)
-            whole = policy(input_ids=row, use_cache=False).logits[0, len(prompt) - 1:-1]
-            decoder = starter.decode.__wrapped__(policy, [prompt], cfg)
-            steps = [next(decoder)]
-            steps += [decoder.send(row[:, i, None]) for i in range(len(prompt), row.shape[1] - 1)]
-            decoder.close()
-            difference = log_softmax(torch.cat(steps)) - log_softmax(whole)
-            if not difference.abs().max() < 0.01:
-                return False
+        for start in lengths:
+            cache = None
+            for n in range(start, min(start + 12, ids.shape[1])):
+                logits, cache = starter.next_logits(policy, ids[:, :n], cache)
+                difference = logits[0].float().log_softmax(dim=-1) - whole[n - 1]
+                if not difference.abs().max() < MOST_NATS:
+                    return False
     except Exception:  # code of the model's authors: some have no cache that works
         return False
     return True
 
 
-def decode_without_cache(policy, prompts, cfg):
-    """Like starter.decode, by reading the whole row again for each token."""
-    ids = torch.tensor(prompts, device=policy.device)
-    while True:
-        tokens = yield policy(input_ids=ids, use_cache=False).logits[:, -1]
-        ids = torch.cat([ids, tokens], dim=1)
+def next_logits(policy, ids, cache=None):
+    """Like starter.next_logits, by reading all ids again for each token."""
+    return policy(input_ids=ids, use_cache=False).logits[:, -1], None

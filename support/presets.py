@@ -29,7 +29,13 @@ starter.PRESETS |= {
 
 
 def choose(cfg):
-    """preset="auto" is "qwen3-1.7b" on a GPU or with a model_id of yours, otherwise "tiny"."""
-    if cfg.preset == "auto":
-        has_model = cfg.model_id not in (None, "tiny") or torch.cuda.is_available()
-        cfg.preset = "qwen3-1.7b" if has_model else "tiny"
+    """preset="auto" is "tiny" for the built-in model, which is also that of a machine without a GPU
+    if none is given, and otherwise "qwen3-1.7b"."""
+    if cfg.preset != "auto":
+        return
+    cfg.preset = "qwen3-1.7b"
+    on_gpu = "cuda" in str(cfg.device)
+    if cfg.device == "auto":
+        on_gpu = torch.cuda.is_available()
+    if cfg.model_id == "tiny" or (cfg.model_id is None and not on_gpu):
+        cfg.preset = "tiny"

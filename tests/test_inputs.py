@@ -1,10 +1,8 @@
 """What callers get wrong: each mistake costs one sentence with the value and a remedy, before
-anything is written."""
-import importlib.util
-import inspect
+anything is written; what changes nothing, or is often a mistake, is said."""
+
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,287 +11,359 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-
-import starter
-from starter import InputError, reward_fn
-from support import kl_checks, rules
-
 from conftest import make_tokenizer, settings
 
-WHOLE = r"must be a whole number from {} to 1_000_000_000; the default is "
-NOTHING = "changes nothing; leave it out, or set "
+import starter
+from starter import InputError
+from support import kl_checks, presets, rules
 
 
-def cfg_of(**changes):
-    """The settings as main() has them before it has chosen any."""
-    defaults = {name: x.default for name, x in inspect.signature(starter.main).parameters.items()}
-    return SimpleNamespace(**defaults | changes, parameters=list(defaults))
+def typed(text, **changes):
+    """Settings that were typed like this, as main() has them at first."""
+    return starter.cfg_with(**starter.settings_from(text.split()), **changes)
 
 
-def with_kl(**changes):
-    return dict(use_kl_penalty=True) | changes
+def chosen(text, **changes):
+    """The same after presets are applied."""
+    cfg = typed(text, **changes)
+    presets.choose(cfg)
+    starter.apply_preset(cfg)
+    return cfg
 
 
 def refusal(check, *arguments):
-    """Returns the sentence. It must be short, and its remedy must follow a semicolon."""
+    """Returns the sentence, which must be short."""
     with pytest.raises(InputError) as refused:
         check(*arguments)
     text = str(refused.value)
-    assert len(text) < 500 and "; " in text and "\n" not in text
+    assert len(text) < 500 and "\n" not in text
     return text
 
 
-# Parameters of main()
+# 1. Parameters of main()
 
-BAD = [
-    # Whole numbers
-    (dict(seed=-1), "seed = -1 " + WHOLE.format(0) + "0"),
-    (dict(seed=0.5), "seed = 0.5 " + WHOLE.format(0)),
-    (dict(seed=10**400), r"seed = 10{198,}\.* ?" + WHOLE.format(0)),
-    (dict(n_train_steps=(1, 0)), r"n_train_steps = \(1, 0\) must be a whole .*; for example 150"),
-    (dict(group_size=1), "group_size = 1 " + WHOLE.format(2) + "8"),
-    (dict(group_size=None), "group_size = None " + WHOLE.format(2)),
-    (dict(reward=lambda text: 1.0), r"reward = <lambda>\(text\) must be a function \(response_te"),
-    # Numbers
-    (dict(temperature=math.nan), "temperature = nan must be a number from 0.01 to 10; "),
-    (dict(learning_rate=True), "learning_rate = True must be a number from 1e-12 to 1; "),
-    (dict(clip_range=(0.2, "0.3")), r"clip_range = \(0.2, '0.3'\) must be a number"),
-    # Switches and texts
-    (dict(use_kl_penalty=1), "use_kl_penalty = 1 must be True or False; the default is False"),
-    (dict(normalize_by_std="maybe"), "normalize_by_std = 'maybe' must be True or False; "),
-    (dict(bf16="bf16"), "bf16 = 'bf16' must be True or False; the default is 'auto'"),
-    (dict(engine="vlm"), "engine = 'vlm' must be .*; did you mean 'vllm'?"),
-    (dict(device="cdua"), "device = 'cdua' must be .*; did you mean 'cuda'?"),
-    # What is not there, or does not fit together
-    (dict(device="mps"), "device = 'mps' but torch finds no such device here; use device = 'cpu'"),
-    (dict(device="cuda:99"), r"device = 'cuda:99' but there are \d+ CUDA GPUs here; use device = "),
-    (dict(model_id=Path("nowhere/model")), "model_id = 'nowhere/model' is no folder; give one"),
-    (dict(model_id="tinny"), "model_id = 'tinny' is no folder; .*did you mean 'tiny'?"),
-    (dict(model_id=str(Path(__file__).parent)), "model_id = .* has no config.json; give a folder"),
-    (dict(out_dir=3), "out_dir = 3 must be the path of a folder; the default is 'runs'"),
-    (dict(out_dir="/dev/null/a"), "out_dir = '/dev/null/a' cannot be written; give another"),
-    (dict(task=["countdown"]), r"task = \['countdown'\] must be a task's name, a function or"),
-    (dict(eval_file=True), "eval_file = True must be the path of a JSONL file; the default is"),
-    (dict(eval_file="test.jsonl"), "eval_file = 'test.jsonl' is not read by task = None; give"),
-    (dict(resume=2), "resume = 2 must be True or the folder of a run; the default is None"),
-    *((dict(reward=reward), r"reward = .* must be a function \(response_text, problem\) -> number "
-                            r"or a list of \(function, weight\); the default is reward_fn")
-      for reward in ("exact", None, [], [reward_fn], [(reward_fn, "1")], [(reward_fn, math.nan)],
-                     len, lambda text: 1.0, lambda text, problem, answer: 1.0)),
-    # What changes nothing
-    (dict(kl_coef=0.1), f"kl_coef = 0.1 {NOTHING}use_kl_penalty = True"),
-    (dict(beta_min=0.1), f"beta_min = 0.1 {NOTHING}use_kl_penalty = True"),
-    (with_kl(kl_target=0.2), f"kl_target = 0.2 {NOTHING}a kl_adaptation_method that reads it"),
-    (dict(frozen_in_bf16=True), "frozen_in_bf16 = True needs weights that do not"),
-]
-for package, changes in (("vllm", dict(engine="vllm")), ("peft", dict(lora_rank=8))):
-    if importlib.util.find_spec(package) is None:
-        BAD.append((changes, f".* but {package} is not installed here; "))
+WRONG = {
+    "--seed 0.5": "seed = 0.5 must be a whole number, such as 0",
+    "--n_train_steps 1,0": "n_train_steps = (1, 0) must be a whole number, such as 80",
+    "--group_size None": "group_size = None must be",
+    "--learning_rate": "learning_rate = True must be a number",
+    "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be True or False",
+    "--bf16 on": "bf16 = 'on' must be True or False",
+    "--max_sampler_diff none": "max_sampler_diff = 'none' must be a number",
+    "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
+    "--kl_coef 0.1": "kl_coef = 0.1 changes nothing; leave it out, or set use_kl_penalty",
+    "--beta_min 0.1": "beta_min = 0.1 changes nothing",
+    "--use_kl_penalty --kl_target 0.2": "or set a kl_adaptation_method",
+}
 
 
-@pytest.mark.parametrize("changes, message", BAD)
-def test_bad_parameter_is_refused_in_one_sentence(changes, message):
-    assert re.match(message, refusal(rules.check_settings, cfg_of(**changes)))
+@pytest.mark.parametrize("text", WRONG)
+def test_setting_of_another_kind_or_without_effect_is_refused(text):
+    assert WRONG[text] in refusal(rules.check_kinds, typed(text))
 
 
-@pytest.mark.parametrize("name, given, kept", [
-    ("n_train_steps", 1e3, 1000), ("group_size", numpy.int64(4), 4), ("seed", numpy.int32(7), 7),
-    ("normalize_by_std", numpy.bool_(False), False), ("learning_rate", numpy.float64(0.01), 0.01),
-    ("clip_range", torch.tensor(0.25), 0.25), ("clip_range", numpy.array([0.1, 0.3]), [0.1, 0.3]),
-    ("importance_cap", None, None), ("max_sampler_diff", None, None), ("temperature", 1, 1),
-    ("eval_temperature", 0, 0), ("resume", False, False), ("device", "cpu", "cpu"),
-    ("model_id", "user/model-1.5", "user/model-1.5"), ("run_name", "lr3e-4", "lr3e-4")])
-def test_unusual_and_right_parameter_is_taken(name, given, kept):
-    cfg = cfg_of(**{name: given})
-    rules.check_settings(cfg)
+@pytest.mark.parametrize(
+    "name, given, kept",
+    [
+        ("n_train_steps", 1e3, 1000),
+        ("normalize_by_std", numpy.bool_(False), False),
+        ("clip_range", torch.tensor([0.25, 0.5]), [0.25, 0.5]),
+        ("temperature", 2, 2),
+        ("max_sampler_diff", math.inf, math.inf),
+    ],
+)
+def test_unusual_and_right_setting_is_taken(name, given, kept):
+    cfg = starter.cfg_with(**{name: given})
+    rules.check_kinds(cfg)
     value = getattr(cfg, name)
     assert (value, type(value)) == (kept, type(kept))
 
 
-def test_every_default_and_every_preset_passes_before_and_after_it_is_chosen():
-    for preset in ["auto", *starter.PRESETS]:
-        cfg = cfg_of(preset=preset)
-        rules.check_settings(cfg)
-        starter.choose(cfg)
-        chosen = dict(vars(cfg))
-        rules.check_settings(cfg)
-        assert vars(cfg) == chosen
+def test_new_parameter_of_main_needs_no_rule(monkeypatch):
+    new = dict(entropy_coef=0.0, shuffle=False, kl_window=10, schedule=(1, 2))
+    known = starter.cfg_with
+    monkeypatch.setattr(starter, "cfg_with", lambda **changes: known(**{**new, **changes}))
+    for changes in (dict(entropy_coef="high"), dict(shuffle=3), dict(kl_window=5)):
+        refusal(rules.check_kinds, starter.cfg_with(**changes))
+    rules.check_kinds(starter.cfg_with(entropy_coef=-0.01, shuffle=True, schedule=[3]))
+
+
+@pytest.mark.parametrize(
+    "name, value, hint",
+    [
+        ("kl_estimator", "exat", "did you mean 'exact'?"),
+        ("kl_adaptation_method", "clip+targt", "'targt' is not known; did you mean 'target"),
+        ("preset", "large", "use one of ['qwen3-1.7b', 'smollm2', 'tiny']"),
+    ],
+)
+def test_unknown_name_gets_a_hint_at_its_spelling(checkpoint, tmp_path, name, value, hint):
+    given = settings(checkpoint, tmp_path, **{"use_kl_penalty": True, name: value})
+    assert hint in refusal(lambda: starter.main(**given))
+
+
+@pytest.mark.parametrize(
+    "text, has_gpu, expected",
+    [
+        ("", False, "tiny"),
+        ("", True, "qwen3-1.7b"),
+        ("--device cpu", True, "tiny"),
+        ("--device cuda:1", False, "qwen3-1.7b"),
+        ("--model_id tiny", True, "tiny"),
+        ("--model_id user/model", False, "qwen3-1.7b"),
+        ("--preset smollm2", True, "smollm2"),
+    ],
+)
+def test_preset_follows_model_and_device(monkeypatch, text, has_gpu, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    cfg = typed(text)
+    presets.choose(cfg)
+    assert cfg.preset == expected
+
+
+MISFITS = {
+    "--reward exact": "reward = 'exact' must be a function (response_text, problem)",
+    "--eval_file x.jsonl --task addition": "is not read by task = 'addition'",
+    "--frozen_in_bf16 --bf16": "use_kl_penalty or lora_rank",
+    "--frozen_in_bf16 --lora_rank 8 --bf16 false": "needs bf16",
+    "--out_dir /dev/null/a": "cannot be written",
+}
+
+
+@pytest.mark.parametrize("text", MISFITS)
+def test_settings_that_do_not_fit_together_are_refused(text):
+    assert MISFITS[text] in refusal(rules.check_settings, chosen(text))
+
+
+def test_adapters_of_lora_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in refusal(rules.check_settings, chosen("", model_id=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text, is_said",
+    [
+        ("--model_id user/other", True),
+        ("--model_id user/other --learning_rate 2e-5", False),
+        ("--preset smollm2", False),
+        ("--preset tiny --lora_rank 8", False),
+        ("--preset smollm2 --lora_rank 8", True),
+    ],
+)
+def test_rate_that_was_found_for_other_weights_is_said(text, is_said, capsys):
+    cfg = chosen(text)
+    capsys.readouterr()
+    rules.note_on_rate(cfg)
+    assert ("learning_rate = " in capsys.readouterr().out) == is_said
+
+
+def test_refused_run_loads_no_model_and_writes_nothing(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
+    for changes in (dict(seed=0.5), dict(reward="exact"), dict(engine="vlm")):
+        refusal(lambda: starter.main(**settings(checkpoint, tmp_path, **changes)))
+    assert not list(tmp_path.iterdir())
+
+
+# 2. KL terms
+
+REMEDIES = {
+    "--kl_estimator k2 --kl_in reward": "kl_estimator = 'k1'",
+    "--kl_estimator k3 --kl_in reward": "kl_estimator = 'k1'",
+    "--kl_estimator k1 --kl_gradient as_written": "kl_gradient = 'reverse'",
+    "--kl_gradient as_written --kl_in loss_to_go": "kl_gradient = 'reverse'",
+    "--kl_estimator k2 --kl_in loss_to_go": "kl_estimator = 'exact'",
+    "--kl_estimator k1 --kl_adaptation_method target+sigmoid": "'exact'",
+    "--kl_estimator exact --kl_adaptation_method clip_sound": "'k3'",
+    "--kl_gradient as_written --kl_adaptation_method clip_sound": "'reverse'",
+}
+
+
+@pytest.mark.parametrize("text", REMEDIES)
+def test_kl_term_that_is_known_not_to_work_needs_reproduce_paper(text):
+    cfg = typed(text, use_kl_penalty=True)
+    _, remedy = refusal(kl_checks.check_kl, cfg).split("; use ")
+    assert REMEDIES[text] in remedy and "or reproduce_paper = True" in remedy
+    cfg.reproduce_paper = True
+    kl_checks.check_kl(cfg)
+    assert kl_checks.check_kl(typed(text)) == []
+
+
+@pytest.mark.parametrize("kl_coef", [0, math.nan])
+def test_penalty_that_penalises_nothing_is_refused(kl_coef):
+    refusal(kl_checks.check_kl, typed("--use_kl_penalty --reproduce_paper", kl_coef=kl_coef))
+
+
+NOTES = {
+    "": ["k3 is its value only"],
+    "--kl_estimator exact": [],
+    "--kl_gradient as_written": ["forward KL"],
+    "--kl_gradient as_written --kl_estimator k2": ["first epoch only"],
+    "--kl_estimator exact --kl_in loss_to_go": [],
+    "--kl_in loss_to_go --loss_average grpo": ["no bound", "1 / own length"],
+}
+
+
+@pytest.mark.parametrize("text", NOTES)
+def test_kl_term_that_is_not_what_its_name_says_is_noted(text):
+    lines = kl_checks.check_kl(typed(text, use_kl_penalty=True))
+    assert all(note in line for note, line in zip(NOTES[text], lines, strict=True))
+
+
+# 3. Models, tokenizers and problems
 
 
 @pytest.mark.parametrize("name", ["user/model", "user/data:main:test", "countdown", None])
 def test_hub_that_cannot_be_reached_is_named_once_and_its_cache_used(name, monkeypatch, capsys):
     import huggingface_hub
+
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     session = mock.Mock(**{"head.side_effect": OSError("no route")})
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
     for _ in range(2):
-        rules.check_hub(name, Path(__file__))
+        rules.check_hub(name, Path(__file__), starter.reward_fn)
     is_on_hub = "/" in str(name)
     assert session.head.call_count == is_on_hub == huggingface_hub.constants.HF_HUB_OFFLINE
-    said = f"cannot be reached (no route): {name} can come from its cache only\n"
-    assert capsys.readouterr().out.endswith(said if is_on_hub else "")
+    assert ("no route" in capsys.readouterr().out) == is_on_hub
 
 
-def test_adapters_of_lora_are_no_model(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    text = refusal(rules.check_settings, cfg_of(model_id=tmp_path))
-    assert "holds LoRA adapters; merge them into their model with peft's merge_and_unload()" in text
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("model.safetensors", b"{", b"garbage"),
+        ("config.json", b'"qwen3"', b'"perceptron"'),
+        ("config.json", b'size": 64', b'size": 32'),
+        ("tokenizer.json", b"{", b""),
+    ],
+)
+def test_broken_checkpoint_is_refused_in_one_sentence(checkpoint, tmp_path, name, old, new):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    rules.attach()
+    text = refusal(starter.init_policy, str(tmp_path), "cpu")
+    assert str(tmp_path) in text and "; give a folder written by save_pretrained" in text
 
 
 def test_code_of_a_model_is_neither_run_nor_asked_for(checkpoint, tmp_path, monkeypatch):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM":
-                                                 "own.OwnModel"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "own", "auto_map": own})
+    )
     (folder / "own.py").write_text("raise SystemExit('foreign code ran')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    with pytest.raises(InputError, match="cannot be loaded .*contains custom code"):
-        starter.init_policy(folder, "cpu")
+    rules.attach()
+    assert "custom code" in refusal(starter.init_policy, folder, "cpu")
 
 
-def test_new_parameter_of_main_and_new_average_need_no_rule(monkeypatch):
-    new = dict(entropy_coef=0.0, n_tries=3, shuffle=False, kl_window=10, schedule=(1, 2))
-    known = inspect.signature(starter.main)
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                  for name, default in new.items()]
-    monkeypatch.setattr(starter.main, "__signature__", raising=False, value=known.replace(
-        parameters=[*known.parameters.values(), *parameters]))
-    for changes, message in (
-            (dict(entropy_coef="high"), "entropy_coef = 'high' must be a number from -"),
-            (dict(n_tries=2.5), "n_tries = 2.5 must be a whole number from -"),
-            (dict(shuffle=3), "shuffle = 3 must be True or False; the default is False"),
-            (dict(kl_window=5), f"kl_window = 5 {NOTHING}use_kl_penalty = True")):
-        assert re.match(message, refusal(rules.check_settings, cfg_of(**changes)))
-    cfg = cfg_of(entropy_coef=0.01, shuffle=True, schedule=[3])
-    rules.check_settings(cfg)
-    assert cfg.shuffle is True and cfg.schedule == [3]
+def test_prompt_that_the_chat_template_cannot_take_is_shown():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    rules.attach()
+    text = refusal(starter.ids_of_prompt, "add 1 2", tokenizer, False)
+    assert "'add 1 2'" in text and "no system role" in text
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(seed=-1), "seed = -1 must be"), (dict(model_id="nowhere"), "model_id = 'nowhere' is no"),
-    (with_kl(kl_estimator="k2", kl_in="reward"), "kl_estimator = 'k2' with kl_in = 'reward'")])
-def test_refused_run_loads_no_model_and_writes_nothing(checkpoint, tmp_path, monkeypatch, changes,
-                                                       message):
-    monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(InputError, match=message):
-        starter.main(**settings(checkpoint, tmp_path / "runs") | changes)
-    assert not list(tmp_path.iterdir())
-
-
-def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(starter, "rollout", lambda *_: pytest.fail("responses were sampled"))
-    with pytest.raises(KeyError, match="gold") as error:
-        starter.main(**settings(checkpoint, tmp_path, reward=lambda text, x: x["gold"]))
-    assert "got '' and {'prompt'" in error.value.__notes__[0]
-    assert "a trial with an empty response, before anything" in error.value.__notes__[1]
-    assert not list(tmp_path.iterdir())
-
-
-# KL terms that are known not to work
-
-@pytest.mark.parametrize("changes, message", [
-    *((dict(kl_estimator=name, kl_in="reward"),
-       f"'{name}' with kl_in = 'reward' .*, so that its gradient has no fixed direction")
-      for name in ("k2", "k3")),
-    (dict(kl_estimator="k1", kl_gradient="as_written"), "has an expected gradient of zero"),
-    (dict(kl_gradient="as_written", kl_in="loss_to_go"), "is the gradient of no divergence"),
-    (dict(kl_estimator="k2", kl_in="loss_to_go"), "charges earlier tokens with a biased KL"),
-    (dict(kl_estimator="k1", kl_adaptation_method="sigmoid"), "reverses the gradient where k1"),
-    (dict(kl_estimator="exact", kl_adaptation_method="clip_sound"), "clamps the log-ratios")])
-def test_kl_term_that_is_known_not_to_work_needs_reproduce_paper(changes, message):
-    cfg = starter.cfg_with(**with_kl(**changes))
-    assert re.search(message + ".*; use kl_.*, or reproduce_paper = True",
-                     refusal(kl_checks.check_kl, cfg))
-    kl_checks.check_kl(starter.cfg_with(**with_kl(**changes), reproduce_paper=True))
-    cfg.use_kl_penalty = False
-    assert kl_checks.check_kl(cfg) == []
-
-
-@pytest.mark.parametrize("changes, notes", [
-    (dict(), ["k3 is its value only; the gradient, which all sampled estimators share, is"]),
-    (dict(kl_estimator="exact", kl_in="loss_to_go"), []), (dict(kl_estimator="exact"), []),
-    (dict(kl_gradient="as_written"), ["forward KL"]),
-    (dict(kl_gradient="as_written", kl_estimator="k2"), ["first epoch only"]),
-    (dict(kl_in="loss_to_go", loss_average="grpo"), ["no bound", "1 / own length"]),
-    (dict(kl_in="reward", kl_estimator="k1", loss_average="dr_grpo"), [])])
-def test_kl_term_that_is_not_what_its_name_says_is_noted(changes, notes):
-    lines = kl_checks.check_kl(starter.cfg_with(**with_kl(**changes)))
-    assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines))
-
-
-# Models, tokenizers and problems
-
-@pytest.mark.parametrize("name, change", [
-    ("model.safetensors", lambda content: content[:-1000]),
-    ("model.safetensors", lambda content: b"garbage" * 100), ("config.json", lambda content: b"[]"),
-    ("config.json", lambda content: content.replace(b'"qwen3"', b'"perceptron"')),
-    ("config.json", lambda content: content.replace(b'"hidden_size": 64', b'"hidden_size": 32')),
-    ("tokenizer.json", lambda content: content[:100])])
-def test_broken_checkpoint_is_refused_in_one_sentence(checkpoint, tmp_path, name, change):
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
-    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
-    text = refusal(starter.init_policy, str(tmp_path), "cpu")
-    assert str(tmp_path) in text and "save_pretrained" in text
-
-
-def loaded(checkpoint, n_held_out=30, **changes):
+def loaded(checkpoint, text="", n_held_out=30):
     """What rules.check_model looks at."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
-    problems = starter.Problems(*(
-        [{"prompt": f"add {i}", "answer": i, "prompt_ids": [7, 8]} for i in some]
-        for some in (range(40), range(40, 40 + n_held_out), [])))
-    return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=problems,
-                           cfg=starter.cfg_with(model_id="model", **changes))
+    problems = [{"prompt": f"add {i}", "answer": i, "prompt_ids": [7, 8]} for i in range(100)]
+    parts = starter.Problems(problems[:40], problems[40 : 40 + n_held_out], [])
+    cfg = chosen(f"--preset tiny {text}", stop_token_ids=[1])
+    return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=parts, cfg=cfg)
 
 
-@pytest.mark.parametrize("spoil, words", [
-    (lambda x: x.policy.model.norm.weight.data.fill_(math.nan), "has weights that are not finite"),
-    (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "or ids from 58 on"),
-    (lambda x: x.problems.train[3].update(prompt_ids=[]), "makes nothing of a prompt"),
-    (lambda x: setattr(x.tokenizer, "chat_template", "{% for m in messages %}hello{% endfor %}"),
-     "leaves out the user's message"),
-    (lambda x: x.problems.held_out.extend(x.problems.train[38:]),
-     "2 of 32 held-out problems are also trained on, for example 'add 38'"),
-    (lambda x: setattr(x.policy, "supports_gradient_checkpointing", False),
-     "gradient_checkpointing = True does not work with Qwen3ForCausalLM")])
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "needs ids below 58"),
+        (lambda x: x.problems.train[3].update(prompt_ids=[]), "makes [] of 'add 3'"),
+        (lambda x: setattr(x.tokenizer, "chat_template", "hello"), "leaves out the user's"),
+        (lambda x: x.problems.held_out.append(x.problems.train[3]), "1 of 31 held-out problems"),
+    ],
+)
 def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, words):
-    x = loaded(checkpoint, gradient_checkpointing=True)
+    x = loaded(checkpoint)
     rules.check_model(**vars(x))
     spoil(x)
     assert words in refusal(rules.check_model, *vars(x).values())
 
 
-@pytest.mark.parametrize("changes, n_held_out, words", [
-    (dict(), 30, []), (dict(), 29, ["29 held-out problems are too few"]),
-    (dict(n_eval_problems=5), 5, []),  # as few as were asked for
-    (dict(max_new_tokens=1), 30, ["answers are too long for max_new_tokens = 1, for example 0:"]),
-    (dict(warmup_steps=41), 30, ["warmup_steps = 41, so a run of 40 steps ends before"]),
-    (dict(enable_thinking=True, clip_range=0.1, gpu_mem_util=0.5), 30,
-     ["gpu_mem_util = 0.5 changes nothing", "clip_range does nothing", "template does"]),
-    (dict(learning_rate=7e-6, lora_rank=8), 30, ["small for LoRA adapters"])])
-def test_notes_say_what_is_often_a_mistake(checkpoint, changes, n_held_out, words):
-    x = loaded(checkpoint, n_held_out, **dict(learning_rate=1e-3) | changes)
-    lines = rules.notes(x.tokenizer, x.problems, x.cfg)
-    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
+def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint):
+    x = loaded(checkpoint)
+    x.cfg.reward = lambda text, problem: problem["gold"]
+    with pytest.raises(KeyError, match="gold") as error:
+        rules.check_model(**vars(x))
+    assert "a trial with an empty response" in error.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("changes, said", [
-    (dict(model_id="user/other"), True), (dict(model_id="user/other", learning_rate=2e-5), False),
-    (dict(), False), (dict(model_id="user/other", lora_rank=8), False)])
-def test_rate_of_a_preset_for_another_model_is_said(changes, said, capsys, tmp_path):
-    cfg = starter.cfg_with(**dict(preset="tiny", out_dir=str(tmp_path)) | changes)
-    given = dict(model_id=None, learning_rate=None) | changes
-    rules.note_on_rate(SimpleNamespace(cfg=cfg, settings=given))
-    assert ("= 0.0003 is that of the preset, for tiny;" in capsys.readouterr().out) == said
+@pytest.mark.parametrize(
+    "text, n_held_out, words",
+    [
+        ("", 29, "29 held-out problems are too few"),
+        ("--n_eval_problems 5", 5, ""),  # as few as were asked for
+        ("--warmup_steps 151", 30, "warmup_steps = 151"),
+        ("--clip_range 0.1", 30, "clip_range changes nothing"),
+        ("--clip_range 0.1 --epochs_per_rollout 2", 30, ""),
+    ],
+)
+def test_what_is_often_a_mistake_is_said(checkpoint, capsys, text, n_held_out, words):
+    x = loaded(checkpoint, text, n_held_out)
+    capsys.readouterr()
+    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
+    printed = capsys.readouterr().out
+    assert words in printed and bool(words) == bool(printed)
 
 
-def test_prompts_that_the_model_cannot_see_are_counted():
-    tokenizer = make_tokenizer()
-    problems = [{"prompt": text, "prompt_ids": tokenizer(text)["input_ids"]}
-                for text in ("sort 21", "Sort 21", "TOP 1")]
-    problems = starter.Problems(problems, problems * 10, [])
-    [line] = rules.notes(tokenizer, problems, starter.cfg_with(learning_rate=1e-3))
-    assert "2 of 3 prompts hold characters that the tokenizer does not know" in line
-    assert "'Sort 21'" in line
+def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
+    x = loaded(checkpoint)
+    for problem, text in zip(x.problems.train, ("sort 21", "Sort 21", "TOP 1")):
+        problem.update(prompt=text, prompt_ids=x.tokenizer(text)["input_ids"])
+    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
+    assert "2 of 40 prompts hold characters" in capsys.readouterr().out
+
+
+# 4. A run that is resumed
+
+
+def resumed(folder, text):
+    """A run of the built-in model with 20 of 150 steps, from which a process goes on with this."""
+    before = vars(chosen("--preset tiny"))
+    (folder / "settings.json").write_text(json.dumps(before, default=str))
+    for step in (10, 20):
+        torch.save({"weights": torch.arange(1000)}, folder / f"checkpoint_{step:08d}.pt")
+    cfg = chosen(f"--preset tiny --resume {text}")
+    return SimpleNamespace(cfg=cfg, folder=folder, writes_files=True)
+
+
+def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_path):
+    run = resumed(tmp_path, "--group_size 4")
+    assert "group_size = 4 would break" in refusal(rules.check_resume, run)
+
+
+def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):
+    run = resumed(tmp_path, "--learning_rate 1e-5 --clip_range (0.2,0.3) --n_train_steps 20")
+    capsys.readouterr()
+    rules.check_resume(run)
+    *changes, end = capsys.readouterr().out.splitlines()
+    assert sorted(changes) == [
+        "resume: clip_range was 0.2, now it is [0.2, 0.3]",
+        "resume: learning_rate was 0.0003, now it is 1e-05",
+        "resume: n_train_steps was 150, now it is 20",
+    ]
+    assert "has done 20 steps" in end
+
+
+@pytest.mark.parametrize("n_bytes", [900, 1000])
+def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, n_bytes):
+    """One that is cut, and one with nine other bytes."""
+    run = resumed(tmp_path, "--n_train_steps 10")
+    path = tmp_path / "checkpoint_00000020.pt"
+    content = path.read_bytes()
+    rest = content[1009:] if n_bytes == 1000 else b""
+    path.write_bytes(content[:n_bytes] + b"?" * 9 + rest)
+    rules.check_resume(run)
+    printed = capsys.readouterr().out
+    assert f"Warning: {path} is damaged" in printed and "has done 10 steps" in printed
+    assert [x.stem for x in tmp_path.glob("*.damaged")] == [path.stem]
