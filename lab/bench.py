@@ -12,6 +12,7 @@ medians, a ratio is the median over the rounds. GB is the most memory that a pro
 included. TRL takes as many rows at once as are quickest for it. TRL needs
 `pip install trl==1.16.0 datasets`.
 """
+
 import argparse
 import json
 import random
@@ -30,14 +31,16 @@ SIZES = {  # vocabulary None: that of the built-in model's tokenizer, 58
     "L": dict(hidden=256, layers=4, heads=4, vocabulary=151_936, new_tokens=16),
 }
 QWEN3 = {
-    "Qwen3-0.6B": dict(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128,
-                       intermediate=3072),
-    "Qwen3-1.7B": dict(hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128,
-                       intermediate=6144),
-    "Qwen3-4B": dict(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128,
-                     intermediate=9728),
-    "Qwen3-8B": dict(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128,
-                     intermediate=12_288, tied=False),
+    "Qwen3-0.6B": dict(
+        hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072
+    ),
+    "Qwen3-1.7B": dict(
+        hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=6144
+    ),
+    "Qwen3-4B": dict(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=9728),
+    "Qwen3-8B": dict(
+        hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12_288, tied=False
+    ),
 }
 TRL_ROWS = {"S": (256, 128, 64), "M": (256, 128, 64), "M-64": (256, 64, 32), "L": (64,)}
 # Tokens of a microbatch of ours that are quickest, with support/ and alone
@@ -48,15 +51,31 @@ WARM_UP = 2  # steps of each process that are not counted
 
 # 1. Models and problems -> a folder and a file that every side reads.
 
-def qwen3_config(hidden, layers, heads, vocabulary=151_936, new_tokens=None, kv_heads=None,
-                 head_dim=None, intermediate=None, tied=True):
+
+def qwen3_config(
+    hidden,
+    layers,
+    heads,
+    vocabulary=151_936,
+    new_tokens=None,
+    kv_heads=None,
+    head_dim=None,
+    intermediate=None,
+    tied=True,
+):
     from transformers import Qwen3Config
+
     return Qwen3Config(
-        vocab_size=vocabulary or 58, hidden_size=hidden,
-        intermediate_size=intermediate or 2 * hidden, head_dim=head_dim or hidden // heads,
-        num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads // 2, tie_word_embeddings=tied,
-        max_position_embeddings=4096)
+        vocab_size=vocabulary or 58,
+        hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden,
+        head_dim=head_dim or hidden // heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads // 2,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+    )
 
 
 def make_folder(folder, **shape):
@@ -66,6 +85,7 @@ def make_folder(folder, **shape):
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     from support import tasks
+
     tokenizer = AutoTokenizer.from_pretrained(tasks.TINY)
     config = qwen3_config(**shape)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -81,10 +101,17 @@ def make_folder(folder, **shape):
     with open(folder / "problems.jsonl", "w") as file:
         for problem in problems:
             print(json.dumps({"prompt": problem["prompt"], "answer": problem["target"]}), file=file)
-    return dict(preset="tiny", model_id=str(folder / "model"), task=str(folder / "problems.jsonl"),
-                rollout_batch_size=256, max_new_tokens=shape["new_tokens"],
-                learning_rate=1e-6, n_eval_problems=8,
-                eval_every=0, save_every=0)
+    return dict(
+        preset="tiny",
+        model_id=str(folder / "model"),
+        task=str(folder / "problems.jsonl"),
+        rollout_batch_size=256,
+        max_new_tokens=shape["new_tokens"],
+        learning_rate=1e-6,
+        n_eval_problems=8,
+        eval_every=0,
+        save_every=0,
+    )
 
 
 # 2. Sides.  Settings of main() -> {"seconds": of each step, "gb": peak, ...}.
@@ -123,15 +150,22 @@ def run_ours(settings, folder=REPOSITORY):
 
 def run_trl(settings, rows, module="bench"):
     """Runs train_with_trl() of this module, or of another one in lab/, in a process of its own."""
-    program = (f"import json, sys\nfrom lab import {module}\n"
-               f"print('result', json.dumps({module}.train_with_trl(*json.loads(sys.argv[1]))))")
+    program = (
+        f"import json, sys\nfrom lab import {module}\n"
+        f"print('result', json.dumps({module}.train_with_trl(*json.loads(sys.argv[1]))))"
+    )
     return json.loads(run_python(["-c", program, json.dumps([settings, rows])]))
 
 
 def chosen(settings):
-    """What main() makes of these settings: cfg_with has the task and the dtype of tests."""
+    """What main() makes of these settings, which name a preset."""
     import starter
-    return starter.cfg_with(**dict(task=None, bf16="auto") | settings)
+
+    starter.find_support()  # its import adds presets and tasks
+    cfg = starter.cfg_with(**settings)
+    starter.apply_preset(cfg)
+    starter.choose_device(cfg)
+    return cfg
 
 
 def train_with_trl(settings, rows, each_step=None):
@@ -144,19 +178,27 @@ def train_with_trl(settings, rows, each_step=None):
 
     import starter
     from lab.rows import peak_gb
+
     settings = dict(settings)
     is_noise = settings.pop("noise", True)
     cfg = chosen(settings)
     problems, _, _ = starter.load_problems(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": problem["prompt"]}],
-                                             tokenize=False, add_generation_prompt=True)
-               for problem in problems]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem["prompt"]}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for problem in problems
+    ]
     seconds = []
 
     def reward(prompts, completions, number, **kwargs):
-        return [random.random() if is_noise else starter.reward_fn(text, problems[i])
-                for i, text in zip(number, completions)]
+        return [
+            random.random() if is_noise else starter.reward_fn(text, problems[i])
+            for i, text in zip(number, completions)
+        ]
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -168,20 +210,44 @@ def train_with_trl(settings, rows, each_step=None):
                 each_step(state.global_step, seconds[-1], model)
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=cfg.bf16, seed=cfg.seed,
-        per_device_train_batch_size=rows, num_generations=cfg.group_size,
-        gradient_accumulation_steps=cfg.rollout_batch_size // rows, max_steps=cfg.n_train_steps,
-        max_completion_length=cfg.max_new_tokens, learning_rate=cfg.learning_rate,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=cfg.warmup_steps,
-        beta=cfg.kl_coef if cfg.use_kl_penalty else 0.0, adam_beta1=0.9, adam_beta2=0.95,
-        weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm, loss_type=cfg.loss_average,
-        epsilon=cfg.clip_range, scale_rewards="group", temperature=cfg.temperature,
-        gradient_checkpointing=False, logging_steps=10**6, save_strategy="no", report_to=[],
-        disable_tqdm=True, dataloader_pin_memory=False)
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=cfg.bf16,
+        seed=cfg.seed,
+        per_device_train_batch_size=rows,
+        num_generations=cfg.group_size,
+        gradient_accumulation_steps=cfg.rollout_batch_size // rows,
+        max_steps=cfg.n_train_steps,
+        max_completion_length=cfg.max_new_tokens,
+        learning_rate=cfg.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=cfg.warmup_steps,
+        beta=cfg.kl_coef if cfg.use_kl_penalty else 0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=cfg.weight_decay,
+        max_grad_norm=cfg.max_grad_norm,
+        loss_type=cfg.loss_average,
+        epsilon=cfg.clip_range,
+        scale_rewards="group",
+        temperature=cfg.temperature,
+        gradient_checkpointing=False,
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     data = Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))})
     model = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32)
-    GRPOTrainer(model=model, args=config, processing_class=tokenizer, reward_funcs=reward,
-                train_dataset=data, callbacks=[Clock()]).train()
+    GRPOTrainer(
+        model=model,
+        args=config,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        train_dataset=data,
+        callbacks=[Clock()],
+    ).train()
     return {"seconds": seconds, "gb": peak_gb()}
 
 
@@ -189,12 +255,15 @@ def quickest_rows(settings, choices):
     """Returns the number of rows at once at which TRL is quickest."""
     if len(choices) == 1:
         return choices[0]
-    median = {rows: statistics.median(run_trl(settings | {"n_train_steps": 4}, rows)["seconds"][1:])
-              for rows in choices}
+    median = {
+        rows: statistics.median(run_trl(settings | {"n_train_steps": 4}, rows)["seconds"][1:])
+        for rows in choices
+    }
     return min(median, key=median.get)
 
 
 # 3. Measurements.
+
 
 def in_turns(sides, rounds):
     """{name: () -> result} of two sides -> columns: medians and ranges of the steps, GB, and the
@@ -202,16 +271,19 @@ def in_turns(sides, rounds):
     seconds = {name: [] for name in sides}  # for each round those of its steps
     gb = {}
     for number in range(rounds):
-        for name in list(sides)[::1 if number % 2 == 0 else -1]:
+        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
             result = sides[name]()
             seconds[name].append(result["seconds"][WARM_UP:])
             gb[name] = result["gb"]
     row = {}
     for name in sides:
         steps = [x for of_round in seconds[name] for x in of_round]
-        row |= {f"{name}_s": f"{statistics.median(steps):.3f}",
-                f"{name}_min_s": f"{min(steps):.3f}", f"{name}_max_s": f"{max(steps):.3f}",
-                f"{name}_gb": f"{gb[name]:.2f}"}
+        row |= {
+            f"{name}_s": f"{statistics.median(steps):.3f}",
+            f"{name}_min_s": f"{min(steps):.3f}",
+            f"{name}_max_s": f"{max(steps):.3f}",
+            f"{name}_gb": f"{gb[name]:.2f}",
+        }
     ratios = [statistics.median(b) / statistics.median(a) for a, b in zip(*seconds.values())]
     return row | {"rounds": rounds, "ratio": f"{statistics.median(ratios):.2f}"}
 
@@ -220,8 +292,11 @@ def beside(size, given):
     """Returns a row: a step of ours beside one of TRL's."""
     with tempfile.TemporaryDirectory() as folder:
         settings = make_folder(Path(folder), **SIZES[size]) | dict(
-            bf16=given.dtype == "bfloat16", use_kl_penalty=given.kl == "on",
-            device="cpu", n_train_steps=WARM_UP + given.steps)
+            bf16=given.dtype == "bfloat16",
+            use_kl_penalty=given.kl == "on",
+            device="cpu",
+            n_train_steps=WARM_UP + given.steps,
+        )
         tokens = (TOKENS_ALONE if given.alone else OUR_TOKENS)[size]
         ours = settings | {"max_tokens_per_microbatch": tokens}
         here = REPOSITORY
@@ -238,18 +313,24 @@ def beside(size, given):
 def gpu_rows():
     """By the formula: memory of trainer, reference and vLLM's weights for Qwen3's sizes, with
     microbatches of 4,096 tokens. vLLM's cache comes on top."""
-    import starter
     from support.memory import predicted_gb
+
     rows = []
     small = dict(lora_rank=16, gradient_checkpointing=True)
-    for changes in ({}, dict(use_kl_penalty=True), dict(gradient_checkpointing=True),
-                    dict(lora_rank=16), small, small | dict(frozen_in_bf16=True)):
-        cfg = starter.cfg_with(preset="qwen3-1.7b", device="cuda", bf16=True, engine="vllm",
-                               gpu_mem_util=1, **changes)
+    for changes in (
+        {},
+        dict(use_kl_penalty=True),
+        dict(gradient_checkpointing=True),
+        dict(lora_rank=16),
+        small,
+        small | dict(frozen_in_bf16=True),
+    ):
+        on_gpu = dict(preset="qwen3-1.7b", device="cuda", bf16=True, engine="vllm", gpu_mem_util=1)
+        cfg = chosen(on_gpu | changes)
         for model, shape in QWEN3.items():
             parts = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)
-            rows.append({"settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-                         "model": model, "gb": f"{sum(parts.values()):.0f}"})
+            names = ", ".join(f"{name}={value}" for name, value in changes.items())
+            rows.append({"settings": names, "model": model, "gb": f"{sum(parts.values()):.0f}"})
     return rows
 
 

@@ -11,6 +11,7 @@ folder/retention.jsonl. No held-out problem is trained on.
 The files are part of the repository, since the same program gives other weights on another
 processor.
 """
+
 import json
 import random
 import sys
@@ -39,7 +40,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
     "{{ '<|assistant|>' + m['content'] + '<|end|>' }}"
     "{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def make_tokenizer():
@@ -53,9 +55,15 @@ def make_tokenizer():
     core.decoder = decoders.Fuse()  # without it decode() puts a space between characters
     core.add_tokens(["<answer>", "</answer>"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE, extra_special_tokens=["<|user|>", "<|assistant|>"],
-        model_max_length=256, clean_up_tokenization_spaces=False)
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def make_skill(skill, n, held_out, seed):
@@ -74,8 +82,9 @@ def make_examples(n, countdown_share, careless_share, seed):
     """Returns n shuffled (prompt, answer) pairs, none of them held out."""
     rng = random.Random(seed)
     pairs = []
-    for problem in tasks.make_countdown(round(n * countdown_share), held_out=False, seed=seed,
-                                        **tasks.SMALL_COUNTDOWN):
+    for problem in tasks.make_countdown(
+        round(n * countdown_share), held_out=False, seed=seed, **tasks.SMALL_COUNTDOWN
+    ):
         careless = rng.random() < careless_share
         product = "*".join(map(str, problem["numbers"]))
         pairs.append((problem["prompt"], product if careless else problem["solution"]))
@@ -89,8 +98,9 @@ def make_examples(n, countdown_share, careless_share, seed):
 
 def to_tensors(tokenizer, pairs):
     """n pairs -> input_ids (n, T), labels (n, T): the next token in the response, else -100."""
-    texts = [f"<|user|>{prompt}<|assistant|><answer>{answer}</answer><|end|>"
-             for prompt, answer in pairs]
+    texts = [
+        f"<|user|>{prompt}<|assistant|><answer>{answer}</answer><|end|>" for prompt, answer in pairs
+    ]
     rows = [torch.tensor(row) for row in tokenizer(texts)["input_ids"]]
     rows = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     ids, labels = rows[:, :-1], rows[:, 1:]
@@ -101,10 +111,12 @@ def to_tensors(tokenizer, pairs):
 def fit(model, ids, labels, steps, batch_size, lr):
     """Next-token training with AdamW. The learning rate warms up over 50 steps and falls linearly
     to 0."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98),
-                                  fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98), fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, 1 - step / steps))
+        optimizer, lambda step: min((step + 1) / 50, 1 - step / steps)
+    )
     start = time.time()
     for step in range(1, steps + 1):
         rows = slice((step - 1) * batch_size, step * batch_size)
@@ -116,8 +128,10 @@ def fit(model, ids, labels, steps, batch_size, lr):
         schedule.step()
         optimizer.zero_grad()
         if step % 150 == 0:
-            print(f"  step {step} of {steps} | loss {loss.item():.3f} | "
-                  f"{time.time() - start:.0f} s", flush=True)
+            print(
+                f"  step {step} of {steps} | loss {loss.item():.3f} | {time.time() - start:.0f} s",
+                flush=True,
+            )
 
 
 def build(
@@ -134,18 +148,32 @@ def build(
     tokenizer = make_tokenizer()
     pairs = make_examples(steps * batch_size, countdown_share, careless_share, seed)
     ids, labels = to_tensors(tokenizer, pairs)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, intermediate_size=256, tie_word_embeddings=True,
-        max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            tie_word_embeddings=True,
+            max_position_embeddings=256,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
     print(f"building {folder}: {model.num_parameters():,} parameters, {len(ids):,} examples")
     fit(model, ids, labels, steps, batch_size, lr)
 
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    lines = [json.dumps(problem) + "\n"
-             for skill in SKILLS for problem in make_skill(skill, 125, True, seed)]
+    lines = [
+        json.dumps(problem) + "\n"
+        for skill in SKILLS
+        for problem in make_skill(skill, 125, True, seed)
+    ]
     (Path(folder) / "retention.jsonl").write_text("".join(lines), "utf-8")
     print(f"what it can do: python starter.py --preset tiny --model_id {folder}, at step 0")
 

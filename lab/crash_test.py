@@ -12,6 +12,7 @@ reward that draws random numbers. Each kill is kill -9 of all its processes, at 
 random phase. Compared bit for bit are the saved model, the weights, AdamW's moments and the state
 in the last checkpoint, and every number in TensorBoard but times and memory, with its step.
 """
+
 import argparse
 import hashlib
 import json
@@ -29,10 +30,22 @@ from pathlib import Path
 # Times and memory; settings, whose tuples come back as lists.
 NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")
 PHASES = ("rollout", "update", "save", "evaluate")
-SETTINGS = dict(rollout_batch_size=16, group_size=4, max_new_tokens=8, learning_rate=1e-3,
-                warmup_steps=3, epochs_per_rollout=2, max_tokens_per_microbatch=400,
-                n_train_steps=6, save_every=2, eval_every=3, n_eval_problems=20,
-                use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound")
+SETTINGS = dict(
+    rollout_batch_size=16,
+    group_size=4,
+    max_new_tokens=8,
+    learning_rate=1e-3,
+    warmup_steps=3,
+    epochs_per_rollout=2,
+    max_tokens_per_microbatch=400,
+    n_train_steps=6,
+    save_every=2,
+    eval_every=3,
+    n_eval_problems=20,
+    use_kl_penalty=True,
+    kl_coef=0.1,
+    kl_adaptation_method="target_sound",
+)
 
 
 def noisy_variety(text, problem):
@@ -42,9 +55,11 @@ def noisy_variety(text, problem):
 
 def sums(cfg):
     """A task. Its prompts are longer than a block of vLLM's prefix cache, and differ in length."""
-    problems = [{"prompt": f"sort {n} and add the digits of it: {n * n}", "answer": "1"}
-                for n in range(95, 165)]
-    return problems[cfg.n_eval_problems:], problems
+    problems = [
+        {"prompt": f"sort {n} and add the digits of it: {n * n}", "answer": "1"}
+        for n in range(95, 165)
+    ]
+    return problems[cfg.n_eval_problems :], problems
 
 
 def child(settings):
@@ -77,8 +92,14 @@ def run(settings, code, processes, kill=None):
     if processes > 1:
         command[1:1] = f"-m torch.distributed.run --standalone --nproc_per_node={processes}".split()
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, cwd=code, env=os.environ | environment)
+    process = subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=code,
+        env=os.environ | environment,
+    )
     pids = [process.pid]
 
     def end():
@@ -108,6 +129,7 @@ def outcome(folder):
     what is saved, and the numbers of the log."""
     import torch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     (run_folder,) = (path.parent for path in folder.glob("runs/*/settings.json"))
     files = [*run_folder.glob("model/*.safetensors"), *run_folder.glob("kl_by_token.json")]
     saved = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -140,6 +162,7 @@ def random_kill(number, phases):
 
 def main(kills, engine, alone, lora, processes, device):
     from lab.rows import REPOSITORY, append_rows  # child() runs where there is no lab/
+
     parts = ("starter.py alone" if alone else "support/") + ", LoRA" * lora
     parts += f", {processes} processes" * (processes > 1) + f", {device}" * (device != "cpu")
     n_same = 0
@@ -151,11 +174,20 @@ def main(kills, engine, alone, lora, processes, device):
         if not alone:
             shutil.copytree(REPOSITORY / "support", code / "support")
         program = "import sys, conftest; conftest.save_checkpoint(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", program, str(folder / "model")], check=True,
-                       cwd=REPOSITORY / "tests", env=os.environ | {"PYTHONPATH": str(code)})
-        settings = SETTINGS | {"model_id": str(folder / "model"), "out_dir": str(folder / "runs"),
-                               "engine": engine, "lora_rank": 4 * lora, "device": device,
-                               "bf16": device != "cpu"}
+        subprocess.run(
+            [sys.executable, "-c", program, str(folder / "model")],
+            check=True,
+            cwd=REPOSITORY / "tests",
+            env=os.environ | {"PYTHONPATH": str(code)},
+        )
+        settings = SETTINGS | {
+            "model_id": str(folder / "model"),
+            "out_dir": str(folder / "runs"),
+            "engine": engine,
+            "lora_rank": 4 * lora,
+            "device": device,
+            "bf16": device != "cpu",
+        }
         phases, status, printed = run(settings, code, processes)
         if status != 0 or ("support/ is not here" in printed) != alone:
             sys.exit(f"the run without a kill failed:\n{printed}")
@@ -168,10 +200,18 @@ def main(kills, engine, alone, lora, processes, device):
             _, status, printed = run(settings | {"resume": True}, code, processes)
             step = printed.partition("resumed: ")[2].partition("\n")[0].partition(" after ")[2]
             ours = outcome(trial) if status == 0 else ({}, {})
-            row = {"engine": engine, "parts": parts, "kill": number, "phase": kill[0],
-                   "occurrence": kill[1], "ms_into_it": round(1000 * kill[2]),
-                   "killed": killed == -signal.SIGKILL, "went_on": step or "from the start",
-                   "same_weights": ours[0] == whole[0], "same_log": ours[1] == whole[1]}
+            row = {
+                "engine": engine,
+                "parts": parts,
+                "kill": number,
+                "phase": kill[0],
+                "occurrence": kill[1],
+                "ms_into_it": round(1000 * kill[2]),
+                "killed": killed == -signal.SIGKILL,
+                "went_on": step or "from the start",
+                "same_weights": ours[0] == whole[0],
+                "same_log": ours[1] == whole[1],
+            }
             print(*row.values(), flush=True)
             n_same += row["killed"] and ours == whole
             if ours != whole:

@@ -5,6 +5,7 @@
 In each mutant one operator, number, argument or name of starter.py is another, or left out; texts
 stay. It stands in a copy of the repository, where the quick ones of TESTS run until one fails.
 """
+
 import multiprocessing
 import os
 import re
@@ -16,8 +17,12 @@ from pathlib import Path
 
 from lab.rows import REPOSITORY, write_csv
 
-TESTS = ["test_starter.py", "tests/test_reward.py", "tests/test_adaptive_rules.py",
-         "tests/test_gpu.py"]
+TESTS = [
+    "test_starter.py",
+    "tests/test_reward.py",
+    "tests/test_adaptive_rules.py",
+    "tests/test_gpu.py",
+]
 SECTIONS = range(5, 12)
 SECONDS = 300  # a mutant that runs longer is seen
 
@@ -27,6 +32,7 @@ def mutants(source):
     import libcst
     from libcst.metadata import MetadataWrapper, PositionProvider
     from mutmut.mutation.file_mutation import create_mutations
+
     section, sections = "", {}
     for line, text in enumerate(source.splitlines(), 1):
         found = re.match(r"# (\d+\. [^.]+)\.", text)
@@ -38,13 +44,16 @@ def mutants(source):
         if not isinstance(mutation.original_node, libcst.BaseString):
             mutant = module.deep_replace(mutation.original_node, mutation.mutated_node).code
             line = places[mutation.original_node].start.line
-            texts = [" ".join(module.code_for_node(node).split())
-                     for node in (mutation.original_node, mutation.mutated_node)]
+            texts = [
+                " ".join(module.code_for_node(node).split())
+                for node in (mutation.original_node, mutation.mutated_node)
+            ]
             yield sections[line], line, *texts, mutant
 
 
 class QuickestFirst:
     """A plugin of pytest: begins with the tests that have seen most mutants so far."""
+
     seen_by = []
 
     def pytest_collection_modifyitems(self, items):
@@ -58,6 +67,7 @@ class QuickestFirst:
 def is_seen(mutant):
     """Runs TESTS on a mutant, in a process that is used once. Returns whether one failed."""
     import pytest
+
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(SECONDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -66,8 +76,21 @@ def is_seen(mutant):
         (folder / "starter.py").write_text(mutant[-1], "utf-8")
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        failed = pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:terminal",
-                              "-m", "not slow", *TESTS], plugins=[QuickestFirst()])
+        failed = pytest.main(
+            [
+                "-x",
+                "-n",
+                "0",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:terminal",
+                "-m",
+                "not slow",
+                *TESTS,
+            ],
+            plugins=[QuickestFirst()],
+        )
         os.chdir("/")
     return bool(failed)
 
@@ -76,6 +99,7 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     import peft  # noqa: F401  what every mutant would import again
     import transformers.models.qwen3  # noqa: F401
+
     source = (REPOSITORY / "starter.py").read_text("utf-8")
     todo = [("", 0, "", "", source), *mutants(source)]
     QuickestFirst.seen_by = multiprocessing.Manager().list()

@@ -10,6 +10,7 @@ mean of the last three such evaluations is at or above it. Each run is a process
 side goes first changes from seed to seed. Seeds that lab/results/race_<name>.csv holds are not run
 again. Needs `pip install trl==1.16.0 datasets`.
 """
+
 import argparse
 import itertools
 import math
@@ -27,6 +28,7 @@ EVALUATE_EVERY = 5  # steps
 
 # 1. Runs, each in a process of its own -> [step, seconds of all steps so far, solved].
 
+
 def run_ours(settings):
     """main() itself evaluates, and logs the seconds of its steps."""
     logged = bench.run_ours(settings | {"eval_every": EVALUATE_EVERY})["logged"]
@@ -37,6 +39,7 @@ def run_ours(settings):
 def train_with_trl(settings, rows):
     """Runs TRL's trainer in this process, with evaluations by starter.evaluate."""
     import starter
+
     cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"})
     policy, tokenizer = starter.init_policy(cfg.model_id, "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
@@ -57,19 +60,23 @@ def train_with_trl(settings, rows):
 
 # 2. Reading the rows.
 
+
 def read_runs(name):
     """{(side, seed): [(step, seconds, solved)]}"""
     runs = {}
     for row in read_csv(f"race_{name}"):
         runs.setdefault((row["side"], int(row["seed"])), []).append(
-            (int(row["step"]), float(row["seconds"]), float(row["solved"])))
+            (int(row["step"]), float(row["seconds"]), float(row["solved"]))
+        )
     return runs
 
 
 def smoothed(points):
     """[(step, seconds, solved)] -> [(seconds, mean of the last three solved)]"""
-    return [(points[i][1], statistics.mean(solved for _, _, solved in points[max(0, i - 2):i + 1]))
-            for i in range(len(points))]
+    return [
+        (points[i][1], statistics.mean(solved for _, _, solved in points[max(0, i - 2) : i + 1]))
+        for i in range(len(points))
+    ]
 
 
 def time_to(points, goal):
@@ -84,25 +91,41 @@ def race_lines(name):
     counts as the largest ratio where only TRL missed the goal, and as the smallest where only we
     did. The other columns are of the seeds where both reached it."""
     runs = read_runs(name)
-    pairs = [(runs["starter.py", seed], runs["TRL", seed])  # of seeds that both sides have run
-             for side, seed in sorted(runs) if side == "starter.py" and ("TRL", seed) in runs]
+    pairs = [
+        (runs["starter.py", seed], runs["TRL", seed])  # of seeds that both sides have run
+        for side, seed in sorted(runs)
+        if side == "starter.py" and ("TRL", seed) in runs
+    ]
     lines = []
     for goal in (*GOALS, None) if pairs else ():
         times = [[time_to(points, goal) for points in pair] for pair in pairs]
         both = [(ours, trl) for ours, trl in times if None not in (ours, trl)]
         ratios = [trl / ours for ours, trl in both]
-        ratios += [math.inf if trl is None else 0.0 for ours, trl in times
-                   if (ours is None) != (trl is None)]
+        ratios += [
+            math.inf if trl is None else 0.0
+            for ours, trl in times
+            if (ours is None) != (trl is None)
+        ]
         cells = ["", "", "", ""]
         if both:
             medians = [statistics.median(side) for side in zip(*both)]
-            cells = [*(f"{median:.1f}" for median in medians), f"{statistics.median(ratios):.2f}",
-                     f"{min(ratios[:len(both)]):.2f} to {max(ratios[:len(both)]):.2f}"]
+            cells = [
+                *(f"{median:.1f}" for median in medians),
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios[: len(both)]):.2f} to {max(ratios[: len(both)]):.2f}",
+            ]
         missed = [sum(seconds is None for seconds in side) for side in zip(*times)]
         ends = [statistics.mean(smoothed(points)[-1][1] for points in side) for side in zip(*pairs)]
-        lines.append([f"{goal:.0%} solved" if goal else
-                      f"all {pairs[0][0][-1][0]} steps, to {ends[0]:.1%} and {ends[1]:.1%} solved",
-                      len(pairs), *cells, f"{missed[0]} and {missed[1]}"])
+        lines.append(
+            [
+                f"{goal:.0%} solved"
+                if goal
+                else f"all {pairs[0][0][-1][0]} steps, to {ends[0]:.1%} and {ends[1]:.1%} solved",
+                len(pairs),
+                *cells,
+                f"{missed[0]} and {missed[1]}",
+            ]
+        )
     return lines
 
 
@@ -112,18 +135,34 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="by default 0 to 15")
     given = parser.parse_args()
     for seed in given.seeds:
-        settings = dict(preset=given.name, model_id=str(start_of(given.name)), seed=seed,
-                        noise=False, save_every=0)
-        for side in ("starter.py", "TRL")[::1 if seed % 2 == 0 else -1]:
+        settings = dict(
+            preset=given.name,
+            model_id=str(start_of(given.name)),
+            seed=seed,
+            noise=False,
+            save_every=0,
+        )
+        for side in ("starter.py", "TRL")[:: 1 if seed % 2 == 0 else -1]:
             if (side, seed) in read_runs(given.name):
                 continue
             if side == "starter.py":
                 notes = run_ours(settings)
             else:
                 notes = bench.run_trl(settings, bench.quickest_rows(settings, TRL_ROWS), "race")
-            append_rows(f"race_{given.name}", [
-                {"side": side, "seed": seed, "step": step, "seconds": f"{seconds:.2f}",
-                 "solved": f"{solved:.4f}"} | where() for step, seconds, solved in notes])
+            append_rows(
+                f"race_{given.name}",
+                [
+                    {
+                        "side": side,
+                        "seed": seed,
+                        "step": step,
+                        "seconds": f"{seconds:.2f}",
+                        "solved": f"{solved:.4f}",
+                    }
+                    | where()
+                    for step, seconds, solved in notes
+                ],
+            )
             _, seconds, solved = notes[-1]
             print(f"{side}, seed {seed}: {seconds:.0f} s, solved {solved:.1%}", flush=True)
 

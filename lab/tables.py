@@ -7,6 +7,7 @@
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced.
 """
+
 import re
 import statistics
 import subprocess
@@ -21,8 +22,12 @@ from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, numbers, read_csv
 from starter import EXACT
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "README_KL.md",
-         REPOSITORY / "recipes" / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "README_KL.md",
+    REPOSITORY / "recipes" / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 
 
 def table(headers, lines):
@@ -58,9 +63,13 @@ def table_of(groups, of_key, measured, has_line_before=False):
     of_key: {header: function of the key}. measured: (header, column of the csv file, function that
     shows its values). has_line_before: whether it begins with "before training".
     """
-    lines = [[*(text_of(key) for text_of in of_key.values()),
-              *(show(numbers(rows, column)) for _, column, show in measured)]
-             for key, rows in groups]
+    lines = [
+        [
+            *(text_of(key) for text_of in of_key.values()),
+            *(show(numbers(rows, column)) for _, column, show in measured),
+        ]
+        for key, rows in groups
+    ]
     if has_line_before and groups:
         everything = [row for _, rows in groups for row in rows]
         first = ["before training", *[""] * (len(of_key) - 1)]
@@ -85,8 +94,10 @@ def read_runs(name):
         if "questions_kept" in row:  # SmolLM2
             row["lost"] = 1 - float(row["questions_kept"])
             continue
-        before, after = ([float(row[f"retention_{skill}_{moment}"]) for skill in SKILLS]
-                         for moment in ("before", "after"))
+        before, after = (
+            [float(row[f"retention_{skill}_{moment}"]) for skill in SKILLS]
+            for moment in ("before", "after")
+        )
         row["other_skills_before"] = statistics.mean(before)
         row["other_skills_after"] = statistics.mean(after)
         row["lost"] = row["other_skills_before"] - row["other_skills_after"]
@@ -106,7 +117,7 @@ def penalty(settings):
     if not settings.get("use_kl_penalty"):
         return "no KL penalty (the default)"
     rule = settings.get("kl_adaptation_method")
-    return "`use_kl_penalty = True`" + (f", `kl_adaptation_method = \"{rule}\"`" if rule else "")
+    return "`use_kl_penalty = True`" + (f', `kl_adaptation_method = "{rule}"`' if rule else "")
 
 
 def coefficient(settings):
@@ -116,13 +127,24 @@ def coefficient(settings):
 def kind_of_kl(settings):
     if "kl_coef" not in settings:
         return ""
-    return ", ".join([settings.get("kl_estimator", "k3"), *(settings[name] for name in (
-        "kl_gradient", "kl_in", "loss_average") if name in settings)])
+    return ", ".join(
+        [
+            settings.get("kl_estimator", "k3"),
+            *(
+                settings[name]
+                for name in ("kl_gradient", "kl_in", "loss_average")
+                if name in settings
+            ),
+        ]
+    )
 
 
 def recipe(settings):
-    others = [f"`{name}={value}`" for name, value in settings.items()
-              if name not in ("recipe", "use_kl_penalty")]
+    others = [
+        f"`{name}={value}`"
+        for name, value in settings.items()
+        if name not in ("recipe", "use_kl_penalty")
+    ]
     return ", ".join([settings.get("recipe", "starter.py").replace("+", " + "), *others])
 
 
@@ -142,54 +164,96 @@ KL = ("KL per token", "kl_per_token", three_digits)
 MEASURED = [SOLVED, OTHERS, KL, ("KL per response", "kl_per_response", two_digits)]
 SMOLLM2_SETTINGS = {"what learns": what_learns, "KL": kind_of_kl, "kl_coef": coefficient}
 SMOLLM2 = [
-    SEEDS, SOLVED, ("KL per token", "kl_per_token", two_digits),
+    SEEDS,
+    SOLVED,
+    ("KL per token", "kl_per_token", two_digits),
     ("KL(reference ‖ policy)", "forward_kl_per_token", two_digits),
     ("English, nats per token more", "english_nats_more", three_digits),
-    ("questions kept, %", "questions_kept", per_cent), ("same tokens, %", "same_tokens", per_cent),
-    ("s a step", "s_per_step", one_digit), ("peak memory, GB", "peak_gb", one_digit)]
+    ("questions kept, %", "questions_kept", per_cent),
+    ("same tokens, %", "same_tokens", per_cent),
+    ("s a step", "s_per_step", one_digit),
+    ("peak memory, GB", "peak_gb", one_digit),
+]
 
 RUN_TABLES = {
     "penalty": lambda: table_of(
-        runs_of("learning"), {"run of the built-in model": penalty},
+        runs_of("learning"),
+        {"run of the built-in model": penalty},
         [*MEASURED[:3], ("largest fall of a skill, any seed", "largest_fall", points)],
-        has_line_before=True),
+        has_line_before=True,
+    ),
     "machines": lambda: table_of(  # with the row, for its processor
-        [(settings | settings["environment"] | rows[0], rows)
-         for name in ("machines", "machines_amx") for settings, rows in runs_of(name)],
-        {"processor": lambda settings: settings["machine"].partition(",")[0],
-         "dtype": lambda settings: "bfloat16" if settings["bf16"] else "float32",
-         "threads": lambda settings: settings.get("OMP_NUM_THREADS", "all that it has"),
-         "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all that it has")},
-        [("solved, %, seed by seed", "solved_after",
-          lambda shares: " ".join(f"{100 * share:.1f}" for share in shares)),
-         OTHERS, ("largest fall of a skill", "largest_fall", points)]),
+        [
+            (settings | settings["environment"] | rows[0], rows)
+            for name in ("machines", "machines_amx")
+            for settings, rows in runs_of(name)
+        ],
+        {
+            "processor": lambda settings: settings["machine"].partition(",")[0],
+            "dtype": lambda settings: "bfloat16" if settings["bf16"] else "float32",
+            "threads": lambda settings: settings.get("OMP_NUM_THREADS", "all that it has"),
+            "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all that it has"),
+        },
+        [
+            (
+                "solved, %, seed by seed",
+                "solved_after",
+                lambda shares: " ".join(f"{100 * share:.1f}" for share in shares),
+            ),
+            OTHERS,
+            ("largest fall of a skill", "largest_fall", points),
+        ],
+    ),
     "coefficients": lambda: table_of(
-        runs_of("kl_divergences", sweep.COEFFICIENTS), {"kl_coef": coefficient},
+        runs_of("kl_divergences", sweep.COEFFICIENTS),
+        {"kl_coef": coefficient},
         [*MEASURED, *((skill, f"retention_{skill}_after", per_cent) for skill in SKILLS)],
-        has_line_before=True),
+        has_line_before=True,
+    ),
     "divergences": lambda: table_of(
-        runs_of("kl_divergences"), {"KL": kind_of_kl, "kl_coef": coefficient},
-        [SEEDS, SOLVED, ("pass@1, %", "pass_at_1_after", per_cent),
-         ("pass@8, %", "pass_at_8_after", per_cent), OTHERS, KL,
-         ("KL(reference ‖ policy) per token", "forward_kl_per_token", three_digits)],
-        has_line_before=True),
+        runs_of("kl_divergences"),
+        {"KL": kind_of_kl, "kl_coef": coefficient},
+        [
+            SEEDS,
+            SOLVED,
+            ("pass@1, %", "pass_at_1_after", per_cent),
+            ("pass@8, %", "pass_at_8_after", per_cent),
+            OTHERS,
+            KL,
+            ("KL(reference ‖ policy) per token", "forward_kl_per_token", three_digits),
+        ],
+        has_line_before=True,
+    ),
     "methods": lambda: table_of(  # all from the same coefficient
         runs_of("kl"),
-        {"kl_adaptation_method": lambda settings: settings.get(
-            "kl_adaptation_method", "none" if "use_kl_penalty" in settings else "off"),
-         "KL": lambda settings: "" if "use_kl_penalty" not in settings else
-            f"{settings['kl_estimator']} in the {settings.get('kl_in', 'loss')}"},
-        [*MEASURED, ("beta at the end", "last_beta", three_digits),
-         ("length", "response_length_after", one_digit)]),
+        {
+            "kl_adaptation_method": lambda settings: settings.get(
+                "kl_adaptation_method", "none" if "use_kl_penalty" in settings else "off"
+            ),
+            "KL": lambda settings: (
+                ""
+                if "use_kl_penalty" not in settings
+                else f"{settings['kl_estimator']} in the {settings.get('kl_in', 'loss')}"
+            ),
+        },
+        [
+            *MEASURED,
+            ("beta at the end", "last_beta", three_digits),
+            ("length", "response_length_after", one_digit),
+        ],
+    ),
     "recipes": lambda: table_of(
         runs_of("recipes"),
-        {"recipe": recipe,
-         "KL penalty": lambda settings: "on" if "use_kl_penalty" in settings else "off"},
-        MEASURED[:3]),
-    "smollm2": lambda: table_of(
-        runs_of("smollm2"), SMOLLM2_SETTINGS, [*SMOLLM2[:3], *SMOLLM2[4:]]),
+        {
+            "recipe": recipe,
+            "KL penalty": lambda settings: "on" if "use_kl_penalty" in settings else "off",
+        },
+        MEASURED[:3],
+    ),
+    "smollm2": lambda: table_of(runs_of("smollm2"), SMOLLM2_SETTINGS, [*SMOLLM2[:3], *SMOLLM2[4:]]),
     "smollm2_divergences": lambda: table_of(
-        runs_of("smollm2_divergences"), SMOLLM2_SETTINGS, SMOLLM2[:7]),
+        runs_of("smollm2_divergences"), SMOLLM2_SETTINGS, SMOLLM2[:7]
+    ),
 }
 
 
@@ -197,14 +261,24 @@ def forgetting_table():
     """Over all runs of a sweep: which number goes along with what was lost."""
     lines = []
     for (model, name), (divergence, column) in product(
-            [("built-in", "kl_divergences"), ("SmolLM2", "smollm2_divergences")],
-            [("KL(policy ‖ reference)", "kl_per_token"),
-             ("KL(reference ‖ policy)", "forward_kl_per_token")]):
+        [("built-in", "kl_divergences"), ("SmolLM2", "smollm2_divergences")],
+        [
+            ("KL(policy ‖ reference)", "kl_per_token"),
+            ("KL(reference ‖ policy)", "forward_kl_per_token"),
+        ],
+    ):
         rows = read_runs(name)
         values, lost = numbers(rows, column), numbers(rows, "lost")
         ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
-        lines.append([model, divergence, len(rows), f"{statistics.correlation(values, lost):.2f}",
-                      f"{statistics.correlation(*ranks):.2f}"])
+        lines.append(
+            [
+                model,
+                divergence,
+                len(rows),
+                f"{statistics.correlation(values, lost):.2f}",
+                f"{statistics.correlation(*ranks):.2f}",
+            ]
+        )
     return table(["model", "per token", "runs", "correlation with what is lost", "of ranks"], lines)
 
 
@@ -226,7 +300,9 @@ GRADIENT_ROWS = [  # shown as, estimator, gradient, placement, where to use it
     ("k3", "k3", "", "reward", "never (refused)"),
 ]
 TARGETS = {
-    "reverse KL per token": "exact", "KL of whole responses": "exact", "zero": "**zero**",
+    "reverse KL per token": "exact",
+    "KL of whole responses": "exact",
+    "zero": "**zero**",
     "forward KL per token": "gradient of KL(reference ‖ policy)",
     "minus KL(old || policy)": "pushes **away** from the old policy",
 }
@@ -235,8 +311,9 @@ TARGETS = {
 def gradient_cell(rows):
     """The rows of one setting in one column -> what its expected gradient is."""
     for row in rows:
-        if row["claim"] == "exact" and (row["policy"] == "one step"
-                                        or row["target"] == "KL of whole responses"):
+        if row["claim"] == "exact" and (
+            row["policy"] == "one step" or row["target"] == "KL of whole responses"
+        ):
             return TARGETS[row["target"]]
     if not rows[0]["median cosine to sequence KL"]:
         return "**zero**"
@@ -245,18 +322,32 @@ def gradient_cell(rows):
 
 
 def gradient_table():
-    groups = grouped([row for row in read_csv("kl_gradients") if not row["note"]],
-                     "policy", "sampled by", "estimator", "gradient", "placement")
-    columns = {("one step", "policy"): "one token, first epoch",
-               ("one step", "old"): "one token, later epochs",
-               ("3 steps, shared", "policy"): "several tokens, first epoch",
-               ("3 steps, shared", "old"): "several tokens, later epochs"}
+    groups = grouped(
+        [row for row in read_csv("kl_gradients") if not row["note"]],
+        "policy",
+        "sampled by",
+        "estimator",
+        "gradient",
+        "placement",
+    )
+    columns = {
+        ("one step", "policy"): "one token, first epoch",
+        ("one step", "old"): "one token, later epochs",
+        ("3 steps, shared", "policy"): "several tokens, first epoch",
+        ("3 steps, shared", "old"): "several tokens, later epochs",
+    }
     lines = []
     for shown, estimator, gradient, place, use in GRADIENT_ROWS:
         any_gradient = place == "reward" or estimator in EXACT and place == "loss"
-        lines.append([shown, "any" if any_gradient else gradient, place,
-                      *(gradient_cell(groups[*column, estimator, gradient, place])
-                        for column in columns), use])
+        lines.append(
+            [
+                shown,
+                "any" if any_gradient else gradient,
+                place,
+                *(gradient_cell(groups[*column, estimator, gradient, place]) for column in columns),
+                use,
+            ]
+        )
     return table(["`kl_estimator`", "`kl_gradient`", "`kl_in`", *columns.values(), "use"], lines)
 
 
@@ -276,28 +367,50 @@ ENUMERATED = {
     "variance": lambda: table_of(
         grouped(read_csv("kl_variance"), "gradient").items(),
         {"gradient of the KL of responses": itemgetter(0)},
-        [("variance, small drift", "of k1 in the reward", lambda shares: f"{shares[0]:.2f}"),
-         ("large drift", "of k1 in the reward", lambda shares: f"{shares[1]:.2f}"),
-         ("bias, large drift", "bias",
-          lambda biases: f"{biases[1]:.2f}" if biases[1] > 1e-10 else "none")]),
+        [
+            ("variance, small drift", "of k1 in the reward", lambda shares: f"{shares[0]:.2f}"),
+            ("large drift", "of k1 in the reward", lambda shares: f"{shares[1]:.2f}"),
+            (
+                "bias, large drift",
+                "bias",
+                lambda biases: f"{biases[1]:.2f}" if biases[1] > 1e-10 else "none",
+            ),
+        ],
+    ),
     "explosion": lambda: table_of(
         grouped(read_csv("kl_explosion"), "KL term").items(),
         {"KL term in the loss": itemgetter(0)},
-        [("seeds with a gradient norm above 1e6", "largest gradient norm",
-          lambda norms: f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}"),
-         ("largest norm, median", "largest gradient norm",
-          lambda norms: f"{statistics.median(norms):.2g}"),
-         ("KL per token at the end, median", "last KL per token",
-          lambda kl: f"{statistics.median(kl):.2f}")]),
+        [
+            (
+                "seeds with a gradient norm above 1e6",
+                "largest gradient norm",
+                lambda norms: f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}",
+            ),
+            (
+                "largest norm, median",
+                "largest gradient norm",
+                lambda norms: f"{statistics.median(norms):.2g}",
+            ),
+            (
+                "KL per token at the end, median",
+                "last KL per token",
+                lambda kl: f"{statistics.median(kl):.2f}",
+            ),
+        ],
+    ),
     "length": lambda: table_of(
         grouped(read_csv("kl_length"), "KL in", "kl_coef").items(),
         {"KL in": itemgetter(0), "kl_coef": itemgetter(1)},
-        [(column, column, lambda values: f"{values[0]:.2f}")
-         for column in ("P(answer)", "mean length", "KL per response", "KL per token")]),
+        [
+            (column, column, lambda values: f"{values[0]:.2f}")
+            for column in ("P(answer)", "mean length", "KL per response", "KL per token")
+        ],
+    ),
 }
 
 
 # 3. Of lab.architectures, lab.crash_test and lab.bench.
+
 
 def architecture_table():
     """How many model types are right in each mode, and which are not in some."""
@@ -313,16 +426,19 @@ def kill_table():
     """Runs that were killed and resumed."""
     lines = []
     for (engine, parts), rows in grouped(read_csv("kills"), "engine", "parts").items():
-        same = sum(row["killed"] == row["same_weights"] == row["same_log"] == "True"
-                   for row in rows)
+        same = sum(
+            row["killed"] == row["same_weights"] == row["same_log"] == "True" for row in rows
+        )
         lines.append([engine, parts, len(rows), same])
     return table(["engine", "parts", "killed", "ended with the same bits"], lines)
 
 
 SIZE_NAMES = {
-    "S": "S: hidden 128, 4 layers, 16 new tokens", "M": "M: hidden 384, 6 layers, 16 new tokens",
+    "S": "S: hidden 128, 4 layers, 16 new tokens",
+    "M": "M: hidden 384, 6 layers, 16 new tokens",
     "M-64": "M, 64 new tokens",
-    "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens"}
+    "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens",
+}
 
 
 def speed_table(name, memory):
@@ -330,50 +446,94 @@ def speed_table(name, memory):
     lines = []
     for rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").values():
         row = rows[-1]  # the newest
-        times = [f"{row[f'{side}_s']} ({row[f'{side}_min_s']} to {row[f'{side}_max_s']})"
-                 for side in ("ours", "trl")]
-        lines.append([SIZE_NAMES[row["size"]], row["dtype"], row["kl_penalty"], *times,
-                      *(row[column] for column in ("ratio", *memory.values()))])
-    return table(["model", "dtype", "KL penalty", "starter.py, s", "TRL 1.16, s", "ratio",
-                  *memory], lines)
+        times = [
+            f"{row[f'{side}_s']} ({row[f'{side}_min_s']} to {row[f'{side}_max_s']})"
+            for side in ("ours", "trl")
+        ]
+        lines.append(
+            [
+                SIZE_NAMES[row["size"]],
+                row["dtype"],
+                row["kl_penalty"],
+                *times,
+                *(row[column] for column in ("ratio", *memory.values())),
+            ]
+        )
+    return table(
+        ["model", "dtype", "KL penalty", "starter.py, s", "TRL 1.16, s", "ratio", *memory], lines
+    )
 
 
 def gpu_table():
     """By the formula of support/memory.py, written by `python -m lab.bench --gpus`."""
     groups = grouped(read_csv("gpus"), "settings")
     models = list(dict.fromkeys(row["model"] for row in read_csv("gpus")))
-    lines = [[f"`{settings}`" if settings else "the default", *(row["gb"] for row in rows)]
-             for (settings,), rows in groups.items()]
+    lines = [
+        [f"`{settings}`" if settings else "the default", *(row["gb"] for row in rows)]
+        for (settings,), rows in groups.items()
+    ]
     return table(["GB for", *models], lines)
 
 
 def mutant_table():
     lines = []
     for (section,), rows in grouped(read_csv("mutation"), "section").items():
-        alive = [f"`{row['before'][:60]}` as `{row['after'][:60]}`" for row in rows
-                 if row["seen"] == "False"]
-        lines.append([section, len(rows), len(rows) - len(alive),
-                      ", ".join(dict.fromkeys(alive)).replace("|", "\\|")])
+        alive = [
+            f"`{row['before'][:60]}` as `{row['after'][:60]}`"
+            for row in rows
+            if row["seen"] == "False"
+        ]
+        lines.append(
+            [
+                section,
+                len(rows),
+                len(rows) - len(alive),
+                ", ".join(dict.fromkeys(alive)).replace("|", "\\|"),
+            ]
+        )
     return table(["section", "mutants", "seen", "not seen"], lines)
 
 
 # 4. The pages.
 
 GPU = {  # header: column
-    "model": "model", "settings": "settings", "solved, %": "solved", "s a step": "step_s",
-    "s sampling": "rollout_s", "GB": "gb", "GB by the formula": "formula_gb",
-    "nats between sampler and trainer": "sampler_diff"}
-RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio", "range",
-        "not reached by starter.py and TRL"]
-TABLES = RUN_TABLES | ENUMERATED | {
-    "forgetting": forgetting_table, "gradients": gradient_table, "mistakes": mistake_table,
-    "architectures": architecture_table, "kills": kill_table, "mutants": mutant_table,
-    "speed": lambda: speed_table("bench_step", {"GB": "ours_gb", "TRL, GB": "trl_gb"}),
-    "alone": lambda: speed_table("bench_alone", {}), "gpus": gpu_table,
-    "gpu": lambda: table(GPU, [[row[column] for column in GPU.values()]
-                               for row in read_csv("gpu")]),
-    "race": lambda: table(RACE, race_lines("tiny")),
+    "model": "model",
+    "settings": "settings",
+    "solved, %": "solved",
+    "s a step": "step_s",
+    "s sampling": "rollout_s",
+    "GB": "gb",
+    "GB by the formula": "formula_gb",
+    "nats between sampler and trainer": "sampler_diff",
 }
+RACE = [
+    "until",
+    "seeds",
+    "starter.py, s",
+    "TRL 1.16, s",
+    "median ratio",
+    "range",
+    "not reached by starter.py and TRL",
+]
+TABLES = (
+    RUN_TABLES
+    | ENUMERATED
+    | {
+        "forgetting": forgetting_table,
+        "gradients": gradient_table,
+        "mistakes": mistake_table,
+        "architectures": architecture_table,
+        "kills": kill_table,
+        "mutants": mutant_table,
+        "speed": lambda: speed_table("bench_step", {"GB": "ours_gb", "TRL, GB": "trl_gb"}),
+        "alone": lambda: speed_table("bench_alone", {}),
+        "gpus": gpu_table,
+        "gpu": lambda: table(
+            GPU, [[row[column] for column in GPU.values()] for row in read_csv("gpu")]
+        ),
+        "race": lambda: table(RACE, race_lines("tiny")),
+    }
+)
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 CONSOLE = RESULTS / "console_off.txt"
 
@@ -381,20 +541,31 @@ CONSOLE = RESULTS / "console_off.txt"
 def write_console():
     """Runs starter.py, and keeps how its output begins and ends."""
     with tempfile.TemporaryDirectory() as out_dir:
-        done = subprocess.run([sys.executable, "starter.py", "--out_dir", out_dir], cwd=REPOSITORY,
-                              text=True, check=True, stdout=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "starter.py", "--out_dir", out_dir],
+            cwd=REPOSITORY,
+            text=True,
+            check=True,
+            stdout=subprocess.PIPE,
+        )
     lines = [line for line in done.stdout.splitlines() if not line.startswith("Warning")]
     first = next(i for i, line in enumerate(lines) if line.startswith("Eval at step 0"))
     last = max(i for i, line in enumerate(lines) if line.startswith("Step "))
     report = next(i for i, line in enumerate(lines) if line.startswith("=== Report"))
-    kept = [*lines[first:first + 2], "...", *lines[last:last + 2], "...",
-            *(line for line in lines[report:] if line.startswith("  "))]
+    kept = [
+        *lines[first : first + 2],
+        "...",
+        *lines[last : last + 2],
+        "...",
+        *(line for line in lines[report:] if line.startswith("  ")),
+    ]
     CONSOLE.write_text("\n".join(kept) + "\n")
 
 
 def draw_learning(path):
     """Solved and other skills over the steps, a line for each seed."""
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots(1, 2)
     groups = runs_of("learning")[:2]
@@ -405,8 +576,14 @@ def draw_learning(path):
             for i, row in enumerate(rows):
                 values = [100 * float(share) for share in row[f"curve_{name}"].split()]
                 steps = [settings["eval_every"] * step for step in range(len(values))]
-                axis.plot(steps, values, color=color, alpha=0.8, linewidth=1.2,
-                          label=label if i == 0 else None)
+                axis.plot(
+                    steps,
+                    values,
+                    color=color,
+                    alpha=0.8,
+                    linewidth=1.2,
+                    label=label if i == 0 else None,
+                )
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
@@ -415,6 +592,7 @@ def draw_learning(path):
 
 def with_tables(text):
     """Returns a page with each block made from lab/results."""
+
     def fresh(match):
         first_line, kind, name, last_line = match.groups()
         block = f"```text\n{CONSOLE.read_text()}```" if kind == "console" else TABLES[name]()

@@ -13,6 +13,7 @@ cannot see a known mistake proves nothing.
 In the comments d = log policy - log reference and r = policy / sampler, both of the sampled token.
 The sampler is the policy, an old policy, or an engine that differs from that. KL is in nats.
 """
+
 import math
 import sys
 from collections import defaultdict
@@ -30,8 +31,12 @@ starter.find_support()  # its import adds the rules as printed
 
 def term(kl_estimator="k3", kl_gradient="reverse", kl_in="loss", **others):
     """Returns starter's KLSettings. Unless others say so, no ratio is cut."""
-    return starter.KLSettings(kl_estimator=kl_estimator, kl_gradient=kl_gradient, kl_in=kl_in,
-                              **dict(kl_ratio_cap=math.inf) | others)
+    return starter.KLSettings(
+        kl_estimator=kl_estimator,
+        kl_gradient=kl_gradient,
+        kl_in=kl_in,
+        **dict(kl_ratio_cap=math.inf) | others,
+    )
 
 
 def holds(value, bar):
@@ -46,9 +51,11 @@ def holds(value, bar):
 #
 # A policy is a (V, H) weight. Its logits in a state are features @ weight.T.
 
+
 class World(NamedTuple):
     """All B responses of at most T tokens, and the features of the S states they go through. A
     state is the list of tokens so far."""
+
     states: torch.Tensor  # (B, T)
     labels: torch.Tensor  # (B, T)
     mask: torch.Tensor  # (B, T)
@@ -88,40 +95,61 @@ def random_policies(world, drift, staleness, seed):
     differ by logits of about drift nats, policy, old policy and sampler by staleness."""
     generator = torch.Generator().manual_seed(seed)
     n_states, n_features = world.features.shape
-    scale = 1 if n_features == n_states else n_features ** -0.5
-    ref, step, stale, other = (scale * torch.randn(world.vocabulary, n_features,
-                                                   generator=generator).double() for _ in range(4))
+    scale = 1 if n_features == n_states else n_features**-0.5
+    ref, step, stale, other = (
+        scale * torch.randn(world.vocabulary, n_features, generator=generator).double()
+        for _ in range(4)
+    )
     policy = ref + drift * step
     old = policy + staleness * stale
     return ref, policy, old, old + staleness * other
 
 
 def look_up(world, weight, ref):
-    """Returns the TokenStatistics of (B, T) tensors, 0 outside the mask."""
+    """Returns starter's statistics, a dict of (B, T) tensors, 0 outside the mask."""
     hidden = world.features[world.states[world.mask]]
-    statistics = starter.statistics_of_logits(hidden @ weight.T, world.labels[world.mask], 1.0,
-                                              hidden @ ref.T)
+    stats = starter.statistics_of_logits(
+        hidden @ weight.T, world.labels[world.mask], 1.0, hidden @ ref.T
+    )
     zeros = torch.zeros(world.mask.shape).double()
-    return starter.TokenStatistics(*(zeros.masked_scatter(world.mask, x) for x in statistics))
+    return {name: zeros.masked_scatter(world.mask, x) for name, x in stats.items()}
 
 
-def token_loss(world, weight, ref, old=None, advantages=0.0, kl_coef=1.0, kl=starter.KLSettings(),
-               sampler=None, is_corrected=True):
+def token_loss(
+    world,
+    weight,
+    ref,
+    old=None,
+    advantages=0.0,
+    kl_coef=1.0,
+    kl=starter.KLSettings(),
+    sampler=None,
+    is_corrected=True,
+):
     """Returns the (B, T) loss of every response by starter's functions, and the (B,) probability
     of each under the sampler, which is the old policy where it is None, and that the policy itself.
     Nothing is clipped. is_corrected: whether the loss knows the sampler's log-probs."""
-    x = look_up(world, weight, ref)
-    old_log_probs = x.log_probs.detach() if old is None else look_up(world, old, ref).log_probs
-    of_sampler = old_log_probs if sampler is None else look_up(world, sampler, ref).log_probs
-    advantages = torch.zeros(len(world.mask), 1).double() + advantages  # (B, 1)
-    if kl.kl_in == "reward":
-        advantages = starter.put_kl_into_advantages(advantages, old_log_probs, x.ref_log_probs,
-                                                    world.mask, kl_coef, kl)
-    exact_kl = getattr(x, starter.EXACT.get(kl.kl_estimator, "exact_kl"))
+    stats = look_up(world, weight, ref)
+    log_probs = stats["log_probs"]
+    old_log_probs = log_probs.detach()
+    if old is not None:
+        old_log_probs = look_up(world, old, ref)["log_probs"]
+    sampler_log_probs = old_log_probs
+    if sampler is not None:
+        sampler_log_probs = look_up(world, sampler, ref)["log_probs"]
     loss, _ = starter.compute_loss(
-        advantages, x.log_probs, old_log_probs, math.inf, x.ref_log_probs, kl_coef, world.mask, kl,
-        exact_kl, of_sampler if is_corrected else None)
-    return torch.where(world.mask, loss, 0.0), of_sampler.sum(dim=1).exp()
+        torch.zeros(len(world.mask), 1).double() + advantages,
+        log_probs,
+        old_log_probs,
+        math.inf,
+        stats["ref_log_probs"],
+        kl_coef,
+        world.mask,
+        kl,
+        stats.get(starter.EXACT.get(kl.kl_estimator)),
+        sampler_log_probs if is_corrected else None,
+    )
+    return torch.where(world.mask, loss, 0.0), sampler_log_probs.sum(dim=1).exp()
 
 
 def expected_gradient(world, policy, ref, kl, loss_average=None, **samplers):
@@ -153,11 +181,13 @@ def exact_gradients(world, policy, ref, old):
     whatever the policy does; "of visited states" over those that the policy itself visits.
     """
     weight = policy.clone().requires_grad_()
-    log_p, log_q, log_old = ((world.features @ w.T).log_softmax(dim=1)
-                             for w in (weight, ref, old))  # (S, V)
+    log_p, log_q, log_old = (
+        (world.features @ w.T).log_softmax(dim=1) for w in (weight, ref, old)
+    )  # (S, V)
     of_p, of_q, of_old = (  # (B,) log-prob of the response
         torch.where(world.mask, table[world.states, world.labels], 0.0).sum(dim=1)
-        for table in (log_p, log_q, log_old))
+        for table in (log_p, log_q, log_old)
+    )
 
     # (S,) mean number of visits in a response of the old policy
     p_of_visit = of_old.exp()[:, None].expand_as(world.mask)[world.mask]
@@ -172,8 +202,10 @@ def exact_gradients(world, policy, ref, old):
         SEQUENCE: of_p.exp() @ (of_p - of_q),
         ZERO: 0 * log_p.sum(),
     }
-    return {name: torch.autograd.grad(quantity, weight, retain_graph=True)[0]
-            for name, quantity in quantities.items()}
+    return {
+        name: torch.autograd.grad(quantity, weight, retain_graph=True)[0]
+        for name, quantity in quantities.items()
+    }
 
 
 def cosine(a, b):
@@ -181,6 +213,7 @@ def cosine(a, b):
 
 
 # 2. Truth table.  Estimator x gradient x placement x who sampled -> error against what is claimed.
+
 
 class Case(NamedTuple):
     sampled_by: str  # "policy", "old" or "sampler"
@@ -198,8 +231,11 @@ def claims_of(kl, on_policy, one_step):
     if kl.kl_estimator == "exact_forward":
         forward = {FORWARD_SEQUENCE: on_policy} if to_go else {FORWARD: True}
         return forward | {TOKEN: False}
-    reverse = (kl.kl_gradient == "reverse" or kl.kl_estimator == "exact"
-               or (kl.kl_estimator == "k2" and on_policy))
+    reverse = (
+        kl.kl_gradient == "reverse"
+        or kl.kl_estimator == "exact"
+        or (kl.kl_estimator == "k2" and on_policy)
+    )
     if to_go:  # a k2 of later tokens is a biased value, and the samples must be the policy's own
         return {SEQUENCE: reverse and kl.kl_estimator != "k2" and on_policy}
     if reverse:  # a token's own KL; how the token changes that of later ones is missing
@@ -210,26 +246,47 @@ def claims_of(kl, on_policy, one_step):
 
 def make_cases(one_step):
     """Returns the Cases of the full grid, and some more."""
-    grid = [term(*setting) for setting in [
-        *product(("k1", "k2", "k3", "exact"), ("reverse", "as_written"), ("loss", "loss_to_go")),
-        *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
-        *product(("k1", "k2", "k3"), ("reverse",), ("reward",))]]
+    grid = [
+        term(*setting)
+        for setting in [
+            *product(
+                ("k1", "k2", "k3", "exact"), ("reverse", "as_written"), ("loss", "loss_to_go")
+            ),
+            *product(("exact_forward",), ("reverse",), ("loss", "loss_to_go")),
+            *product(("k1", "k2", "k3"), ("reverse",), ("reward",)),
+        ]
+    ]
     in_reward = term("k1", kl_in="reward")
     return [
-        *(Case(by, kl, claims_of(kl, by == "policy", one_step))
-          for by, kl in product(("policy", "old"), grid)),
-        *(Case("sampler", term(estimator), {TOKEN: True})
-          for estimator in ("k1", "k2", "k3", "exact")),
+        *(
+            Case(by, kl, claims_of(kl, by == "policy", one_step))
+            for by, kl in product(("policy", "old"), grid)
+        ),
+        *(
+            Case("sampler", term(estimator), {TOKEN: True})
+            for estimator in ("k1", "k2", "k3", "exact")
+        ),
         Case("sampler", term("exact_forward"), {FORWARD: True}),
-        *(Case("sampler", term(estimator), {TOKEN: False}, "not corrected",
-               {"is_corrected": False}) for estimator in ("k1", "k2", "k3")),
+        *(
+            Case(
+                "sampler", term(estimator), {TOKEN: False}, "not corrected", {"is_corrected": False}
+            )
+            for estimator in ("k1", "k2", "k3")
+        ),
         Case("old", term(kl_ratio_cap=2.0), {TOKEN: False}, "r cut at 2"),
-        *(Case("policy", term(estimator, kl_adaptation_method="clip", kl_clip_threshold=0.3),
-               {TOKEN: False}, "min(KL, 0.3)") for estimator in ("k1", "k3", "exact")),
-        Case("policy", in_reward, {SEQUENCE: True}, "constant divisor",
-             {"loss_average": "dr_grpo"}),
-        Case("policy", in_reward, {SEQUENCE: one_step}, "1 / own length",
-             {"loss_average": "grpo"}),
+        *(
+            Case(
+                "policy",
+                term(estimator, kl_adaptation_method="clip", kl_clip_threshold=0.3),
+                {TOKEN: False},
+                "min(KL, 0.3)",
+            )
+            for estimator in ("k1", "k3", "exact")
+        ),
+        Case(
+            "policy", in_reward, {SEQUENCE: True}, "constant divisor", {"loss_average": "dr_grpo"}
+        ),
+        Case("policy", in_reward, {SEQUENCE: one_step}, "1 / own length", {"loss_average": "grpo"}),
     ]
 
 
@@ -240,27 +297,49 @@ def gradient_rows(n_policies=10):
     the median error is above 1 % of the target's norm (of the norm of the sequence KL's gradient
     where the target is zero).
     """
-    columns = ["policy", "sampled by", "placement", "estimator", "gradient", "note", "target",
-               "claim"]
-    worlds = {"one step": make_world(7, 1), "3 steps, tabular": make_world(4, 3),
-              "3 steps, shared": make_world(4, 3, n_features=3)}
+    columns = [
+        "policy",
+        "sampled by",
+        "placement",
+        "estimator",
+        "gradient",
+        "note",
+        "target",
+        "claim",
+    ]
+    worlds = {
+        "one step": make_world(7, 1),
+        "3 steps, tabular": make_world(4, 3),
+        "3 steps, shared": make_world(4, 3, n_features=3),
+    }
     measured = defaultdict(list)  # columns -> for each policy error, relative, cosine
     for (name, world), seed in product(worlds.items(), range(n_policies)):
         ref, policy, old, sampler = random_policies(world, drift=1.5, staleness=1.0, seed=seed)
         samplers = {"policy": {}, "old": {"old": old}, "sampler": {"old": old, "sampler": sampler}}
-        targets_of = {by: exact_gradients(world, policy, ref, last)
-                      for by, last in zip(samplers, (policy, old, sampler))}
+        targets_of = {
+            by: exact_gradients(world, policy, ref, last)
+            for by, last in zip(samplers, (policy, old, sampler))
+        }
         for case in make_cases(name == "one step"):
-            ours = expected_gradient(world, policy, ref, case.kl, **samplers[case.sampled_by],
-                                     **case.others)
+            ours = expected_gradient(
+                world, policy, ref, case.kl, **samplers[case.sampled_by], **case.others
+            )
             targets = targets_of[case.sampled_by]
             direction = cosine(ours, targets[SEQUENCE]) if ours.norm() > 1e-10 else math.nan
             gradient = "" if case.kl.kl_in == "reward" else case.kl.kl_gradient
             for target, is_exact in case.claims.items():
                 error = (ours - targets[target]).norm()
                 size = targets[target].norm() or targets[SEQUENCE].norm()
-                key = (name, case.sampled_by, case.kl.kl_in, case.kl.kl_estimator, gradient,
-                       case.note, target, "exact" if is_exact else "wrong")
+                key = (
+                    name,
+                    case.sampled_by,
+                    case.kl.kl_in,
+                    case.kl.kl_estimator,
+                    gradient,
+                    case.note,
+                    target,
+                    "exact" if is_exact else "wrong",
+                )
                 measured[key].append([error.item(), (error / size).item(), direction])
     rows = []
     for key, errors in measured.items():
@@ -268,10 +347,15 @@ def gradient_rows(n_policies=10):
         largest = errors[:, 0].max().item()
         _, relative, direction = errors.median(dim=0).values.tolist()
         held = holds(largest, "< 1e-10") if key[-1] == "exact" else holds(relative, "> 0.01")
-        rows.append(dict(zip(columns, key)) | {
-            "largest error": largest, "median relative error": relative,
-            "median cosine to sequence KL": "" if math.isnan(direction) else direction,
-            "holds": held})
+        rows.append(
+            dict(zip(columns, key))
+            | {
+                "largest error": largest,
+                "median relative error": relative,
+                "median cosine to sequence KL": "" if math.isnan(direction) else direction,
+                "holds": held,
+            }
+        )
     return rows
 
 
@@ -300,18 +384,21 @@ def mistake_rows(n_policies=10):
         for seed in range(n_policies):
             ref, policy, _, _ = random_policies(world, drift=1.5, staleness=0.0, seed=seed)
             weight = policy.clone().requires_grad_()
-            x = look_up(world, weight, ref)
-            value = value_of(x.log_probs - x.ref_log_probs)
-            surrogate = value if place == "loss" else value.detach() * x.log_probs
-            p = x.log_probs.detach().exp()
-            ours, = torch.autograd.grad((p * surrogate).sum(), weight)
+            stats = look_up(world, weight, ref)
+            log_probs = stats["log_probs"]
+            value = value_of(log_probs - stats["ref_log_probs"])
+            surrogate = value if place == "loss" else value.detach() * log_probs
+            p = log_probs.detach().exp()
+            [ours] = torch.autograd.grad((p * surrogate).sum(), weight)
             exact = exact_gradients(world, policy, ref, policy)[SEQUENCE]
-            measured.append([((p * value).sum() / (p * x.exact_kl).sum()).item(),
-                             (ours.norm() / exact.norm()).item(), cosine(ours, exact),
-                             ((ours - exact).norm() / exact.norm()).item()])
+            share = (p * value).sum() / (p * stats["kl_per_token"]).sum()
+            size = ours.norm() / exact.norm()
+            error = (ours - exact).norm() / exact.norm()
+            measured.append([share.item(), size.item(), cosine(ours, exact), error.item()])
         medians = torch.tensor(measured, dtype=torch.float64).median(dim=0).values.tolist()
-        rows.append(dict(zip(("formula", "in", "value", "size", "cosine", "relative error"),
-                             (formula, place, *medians))) | {"holds": holds(medians[3], "> 0.1")})
+        row = {"formula": formula, "in": place}
+        row |= dict(zip(("value", "size", "cosine", "relative error"), medians))
+        rows.append({**row, "holds": holds(medians[3], "> 0.1")})
     return rows
 
 
@@ -333,9 +420,12 @@ def bias_and_variance(world, policy, ref, kl):
     target = exact_gradients(world, policy, ref, policy)[SEQUENCE].flatten()
     weight = policy.clone().requires_grad_()
     loss, p = token_loss(world, weight, ref, kl=kl)
-    each = torch.stack([  # (B, V * H)
-        torch.autograd.grad(of_response, weight, retain_graph=True)[0].flatten()
-        for of_response in loss.sum(dim=1)])
+    each = torch.stack(
+        [  # (B, V * H)
+            torch.autograd.grad(of_response, weight, retain_graph=True)[0].flatten()
+            for of_response in loss.sum(dim=1)
+        ]
+    )
     mean = p @ each
     bias = (mean - target).norm() / target.norm()
     return [bias, p @ (each - mean).square().sum(dim=1)]
@@ -355,9 +445,16 @@ def variance_rows(n_policies=3):
         if name == "k1 in the reward":  # the first of GRADIENTS
             of_k1 = variance
         bar = "< 0.1" if (name, drift) == ("exact loss_to_go", "small") else ""
-        rows.append({"gradient": name, "drift": drift, "bias": bias,
-                     "of k1 in the reward": variance / of_k1, "bar": bar,
-                     "holds": holds(variance / of_k1, bar)})
+        rows.append(
+            {
+                "gradient": name,
+                "drift": drift,
+                "bias": bias,
+                "of k1 in the reward": variance / of_k1,
+                "bar": bar,
+                "holds": holds(variance / of_k1, bar),
+            }
+        )
     return rows
 
 
@@ -367,8 +464,9 @@ def variance_rows(n_policies=3):
 EXPLOSION = {  # name: changes of the KLSettings
     "none": dict(kl_coef=0.0),
     "k3 as written": dict(kl_gradient="as_written"),
-    "k3 as written, min(k3, 10)": dict(kl_gradient="as_written", kl_adaptation_method="clip",
-                                       kl_clip_threshold=10.0),
+    "k3 as written, min(k3, 10)": dict(
+        kl_gradient="as_written", kl_adaptation_method="clip", kl_clip_threshold=10.0
+    ),
     "k1 as written": dict(kl_estimator="k1", kl_gradient="as_written"),
     "k3, reverse (default)": {},
     "k3, reverse, d cut at 5": dict(kl_adaptation_method="clip_sound", kl_clip_threshold=5.0),
@@ -397,9 +495,9 @@ def explosion_run(seed, kl):
     """
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
-    up = WIDTH ** -0.5 * torch.randn(WIDTH, RANK, generator=generator)
+    up = WIDTH**-0.5 * torch.randn(WIDTH, RANK, generator=generator)
     down = 3.0 * torch.randn(VOCABULARY, RANK, generator=generator)
-    liked = torch.randperm(VOCABULARY, generator=generator)[:VOCABULARY // 8]
+    liked = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY // 8]
     ref_up, ref_down = up.clone(), down.clone()
     optimizer = torch.optim.Adam([up.requires_grad_(), down.requires_grad_()], 0.03)
 
@@ -415,21 +513,33 @@ def explosion_run(seed, kl):
             labels = tokens[:, 1:]  # (B, T)
             rewards = torch.isin(labels, liked).float().mean(dim=1)
             advantages, _ = starter.compute_group_normalized_advantages(rewards, 8, 1e-6, True)
-        statistics = starter.statistics_of_logits(hidden @ up @ down.T, labels.flatten(), 1.0,
-                                                  hidden @ ref_up @ ref_down.T)
-        log_probs, _, ref_log_probs, exact_kl, _ = (x.view(labels.shape) for x in statistics)
+        stats = starter.statistics_of_logits(
+            hidden @ up @ down.T, labels.flatten(), 1.0, hidden @ ref_up @ ref_down.T
+        )
+        stats = {name: values.view(labels.shape) for name, values in stats.items()}
         if epoch == 0:
-            old_log_probs = log_probs.detach()
-        loss, _ = starter.compute_loss(advantages[:, None], log_probs, old_log_probs, 0.2,
-                                       ref_log_probs, kl.kl_coef, None, kl, exact_kl)
+            old_log_probs = stats["log_probs"].detach()
+        loss, _ = starter.compute_loss(
+            advantages[:, None],
+            stats["log_probs"],
+            old_log_probs,
+            0.2,
+            stats["ref_log_probs"],
+            kl.kl_coef,
+            kl_settings=kl,
+            vocab_kl=stats["kl_per_token"],
+        )
         optimizer.zero_grad()
         (loss * starter.AVERAGES["dr_grpo"](torch.ones_like(loss), DIVISOR)).sum().backward()
         norms.append(torch.nn.utils.clip_grad_norm_([up, down], 1.0).item())
         if not math.isfinite(norms[-1]):
             break
         optimizer.step()
-    return {"largest gradient norm": max(norm for norm in norms if not math.isnan(norm)),
-            "last gradient norm": norms[-1], "last KL per token": exact_kl.mean().item()}
+    return {
+        "largest gradient norm": max(norm for norm in norms if not math.isnan(norm)),
+        "last gradient norm": norms[-1],
+        "last KL per token": stats["kl_per_token"].mean().item(),
+    }
 
 
 def explosion_rows(n_seeds=5):
@@ -454,14 +564,22 @@ LENGTHS = {  # name: changes of the KLSettings, bar of the mean length
     "none": (dict(kl_coef=0.0), "< 5.1"),
     "sum of KL in the reward": (IN_REWARD, "< 5.1"),
     "KL / constant in the reward": (
-        IN_REWARD | dict(kl_adaptation_method="length_normalized_sound"), "< 5.1"),
-    **{f"KL / own length in the reward, {kl_coef}": (
-        IN_REWARD | dict(kl_adaptation_method="length_normalized", kl_coef=kl_coef), "> 8")
-       for kl_coef in (0.05, 0.2, 1.0)},
+        IN_REWARD | dict(kl_adaptation_method="length_normalized_sound"),
+        "< 5.1",
+    ),
+    **{
+        f"KL / own length in the reward, {kl_coef}": (
+            IN_REWARD | dict(kl_adaptation_method="length_normalized", kl_coef=kl_coef),
+            "> 8",
+        )
+        for kl_coef in (0.05, 0.2, 1.0)
+    },
     "exact in the loss": (dict(kl_estimator="exact"), "< 5.1"),
     "exact loss_to_go": (dict(kl_estimator="exact", kl_in="loss_to_go"), "< 5.1"),
     "k1 as written, mean of each response": (
-        dict(kl_estimator="k1", kl_gradient="as_written", loss_average="grpo"), "> 25"),
+        dict(kl_estimator="k1", kl_gradient="as_written", loss_average="grpo"),
+        "> 25",
+    ),
 }
 
 
@@ -489,32 +607,46 @@ def length_rows(steps=600):
     world, ref, reward = length_world()
     rows = []
     for name, (changes, bar) in LENGTHS.items():
-        kl = starter.KLSettings(**dict(kl_coef=0.05, loss_average="dr_grpo", max_new_tokens=LONGEST)
-                                | changes)
+        kl = starter.KLSettings(
+            **dict(kl_coef=0.05, loss_average="dr_grpo", max_new_tokens=LONGEST) | changes
+        )
         weight = ref.clone().requires_grad_()
         optimizer = torch.optim.Adam([weight], 0.05)
         # The probability of a response takes the place of 1 / B.
         share = starter.AVERAGES[kl.loss_average](world.mask.double(), LONGEST) * len(world.mask)
         for _ in range(steps + 1):
-            log_probs, _, ref_log_probs, _, _ = (x.detach() for x in look_up(world, weight, ref))
-            p = log_probs.sum(dim=1).exp()
+            stats = look_up(world, weight.detach(), ref)
+            p = stats["log_probs"].sum(dim=1).exp()
             loss, _ = token_loss(world, weight, ref, None, reward - p @ reward, kl.kl_coef, kl)
             optimizer.zero_grad()
             (p[:, None] * share * loss).sum().backward()
             optimizer.step()
         length = (p @ world.mask.double().sum(dim=1)).item()
-        kl_of_response = (p @ (log_probs - ref_log_probs).sum(dim=1)).item()
-        rows.append({"KL in": name, "kl_coef": kl.kl_coef, "P(answer)": (p @ reward).item(),
-                     "mean length": length, "KL per response": kl_of_response,
-                     "KL per token": kl_of_response / length, "bar": bar,
-                     "holds": holds(length, bar)})
+        kl_of_response = (p @ (stats["log_probs"] - stats["ref_log_probs"]).sum(dim=1)).item()
+        rows.append(
+            {
+                "KL in": name,
+                "kl_coef": kl.kl_coef,
+                "P(answer)": (p @ reward).item(),
+                "mean length": length,
+                "KL per response": kl_of_response,
+                "KL per token": kl_of_response / length,
+                "bar": bar,
+                "holds": holds(length, bar),
+            }
+        )
     return rows
 
 
 # 6. The program.
 
-EXPERIMENTS = {"gradients": gradient_rows, "mistakes": mistake_rows, "variance": variance_rows,
-               "explosion": explosion_rows, "length": length_rows}
+EXPERIMENTS = {
+    "gradients": gradient_rows,
+    "mistakes": mistake_rows,
+    "variance": variance_rows,
+    "explosion": explosion_rows,
+    "length": length_rows,
+}
 
 
 def cell(value):
@@ -528,8 +660,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # tensors of a few hundred numbers: more threads only wait
     held = []
     for name in sys.argv[1:] or EXPERIMENTS:
-        rows = [{column: cell(value) for column, value in row.items()}
-                for row in EXPERIMENTS[name]()]
+        rows = [
+            {column: cell(value) for column, value in row.items()} for row in EXPERIMENTS[name]()
+        ]
         write_csv(f"kl_{name}", rows)
         for row in rows:
             if row["holds"]:

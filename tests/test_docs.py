@@ -1,5 +1,6 @@
 """Tests of what README.md, README_KL.md, recipes/README.md and docs/ say: numbers, commands, names
 and links that must be true."""
+
 import importlib.util
 import inspect
 import json
@@ -39,8 +40,11 @@ def test_page_shows_the_published_numbers(page):
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_links_and_figures_of_a_page_exist(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8"))
-    missing = [target for target in targets
-               if not target.startswith("http") and not (page.parent / target).exists()]
+    missing = [
+        target
+        for target in targets
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
     assert missing == []
 
 
@@ -64,8 +68,9 @@ def test_commands_of_a_page_exist(page):
 
 
 def test_requirements_files_pin_the_same_versions():
-    cpu, gpu, vllm_cpu = (pins(REPOSITORY / f"requirements{suffix}.txt")
-                          for suffix in ("-cpu", "", "-vllm-cpu"))
+    cpu, gpu, vllm_cpu = (
+        pins(REPOSITORY / f"requirements{suffix}.txt") for suffix in ("-cpu", "", "-vllm-cpu")
+    )
     for other in (gpu, vllm_cpu):
         both = cpu.keys() & other.keys()
         assert {name: cpu[name] for name in both} == {name: other[name] for name in both}
@@ -74,11 +79,15 @@ def test_requirements_files_pin_the_same_versions():
 
 
 def test_every_logged_tag_is_explained(checkpoint, tmp_path):
-    result = starter.main(**settings(
-        checkpoint, tmp_path, use_kl_penalty=True, kl_adaptation_method="dynamic"))
+    result = starter.main(
+        **settings(checkpoint, tmp_path, use_kl_penalty=True, kl_adaptation_method="dynamic")
+    )
     page = (REPOSITORY / "docs" / "monitoring.md").read_text("utf-8")
-    missing = [tag for tag in scalars(result["run_folder"]) if f"`{tag}`" not in page
-               and f"`{tag.split('/')[0]}/" not in page]
+    missing = [
+        tag
+        for tag in scalars(result["run_folder"])
+        if f"`{tag}`" not in page and f"`{tag.split('/')[0]}/" not in page
+    ]
     assert missing == []
 
 
@@ -98,8 +107,12 @@ def test_data_and_reward_of_the_readme_train(checkpoint, tmp_path, monkeypatch):
     exec(compile(example, "README.md", "exec"), {"small": small})  # noqa: S102  our own page
     [config] = tmp_path.glob("*/model/config.json")
     [chat] = [block for block in blocks("python") if "pipeline(" in block]
-    said = subprocess.run([sys.executable, "-c", chat.replace("runs/<run>/model", str(
-        config.parent))], text=True, capture_output=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", chat.replace("runs/<run>/model", str(config.parent))],
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout
     assert said.strip()
 
 
@@ -108,6 +121,11 @@ def test_math_verify_as_the_reward_of_the_readme():
     page = (REPOSITORY / "README.md").read_text("utf-8")
     [source] = re.findall(r"`(lambda text, problem: float\(verify.*?)`", page)
     exec(f"reward = {source}", names)  # noqa: S102  our own page
-    for gold, answer, right in (("72", "72.0", 1), (r"1 - \sqrt{2}", "1", 0), ("5", "x = 5", 1),
-                                (r"1 - \sqrt{2}", r"-\sqrt{2} + 1", 1), (r"\frac12", "1/2", 1)):
+    for gold, answer, right in (
+        ("72", "72.0", 1),
+        (r"1 - \sqrt{2}", "1", 0),
+        ("5", "x = 5", 1),
+        (r"1 - \sqrt{2}", r"-\sqrt{2} + 1", 1),
+        (r"\frac12", "1/2", 1),
+    ):
         assert names["reward"](f"<answer>{answer}</answer>", {"answer": gold}) == right

@@ -8,13 +8,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import starter
 
 from lab import race, real_model, rows, small_models, sweep, verify_kl
+from support import edits
 
 
-@pytest.mark.parametrize("make_rows, settings", [
-    (verify_kl.gradient_rows, {"n_policies": 3}), (verify_kl.mistake_rows, {"n_policies": 3}),
-    pytest.param(verify_kl.variance_rows, {}, marks=pytest.mark.slow),
-    pytest.param(verify_kl.length_rows, {}, marks=pytest.mark.slow),
-    pytest.param(verify_kl.explosion_rows, {"n_seeds": 1}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make_rows, settings",
+    [
+        (verify_kl.gradient_rows, {"n_policies": 3}),
+        (verify_kl.mistake_rows, {"n_policies": 3}),
+        pytest.param(verify_kl.variance_rows, {}, marks=pytest.mark.slow),
+        pytest.param(verify_kl.length_rows, {}, marks=pytest.mark.slow),
+        pytest.param(verify_kl.explosion_rows, {"n_seeds": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_enumerated_claims_hold(make_rows, settings):
     made = make_rows(**settings)
     assert any(row["holds"] is True for row in made)
@@ -22,9 +28,12 @@ def test_enumerated_claims_hold(make_rows, settings):
 
 
 def test_claim_that_is_not_so_does_not_hold(monkeypatch):
-    monkeypatch.setattr(starter, "with_gradient_of", lambda value, surrogate: value)
-    assert [row for row in verify_kl.gradient_rows(1)
-            if row["gradient"] == "reverse" and not row["holds"]]
+    monkeypatch.setattr(starter, "add_gradient", lambda value, surrogate: value)
+    assert [
+        row
+        for row in verify_kl.gradient_rows(1)
+        if row["gradient"] == "reverse" and not row["holds"]
+    ]
 
 
 def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -35,8 +44,13 @@ def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
         ran.append((settings["kl_coef"], seed))
         if ran.count((0.3, 1)) == 1 and (settings["kl_coef"], seed) == (0.3, 1):
             raise RuntimeError("no memory")
-        return {"settings": sweep.key_of(settings), "seed": seed, "solved_before": 0,
-                "solved_after": 0.5, "seconds": 60}
+        return {
+            "settings": sweep.key_of(settings),
+            "seed": seed,
+            "solved_before": 0,
+            "solved_after": 0.5,
+            "seconds": 60,
+        }
 
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     monkeypatch.setattr(sweep, "run_one", run_one)
@@ -49,7 +63,9 @@ def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"use_kl_penalty": True}, {"recipe": "rloo"}])
+@pytest.mark.parametrize(
+    "changes", [{"use_kl_penalty": True}, {"recipe": "rloo", "eval_samples": 4}]
+)
 def test_run_gives_a_whole_row(changes):
     given = changes | dict(n_train_steps=10, rollout_batch_size=64, n_eval_problems=20)
     row = sweep.run_one(given, 0, None, 1)
@@ -57,6 +73,7 @@ def test_run_gives_a_whole_row(changes):
     assert 0 < row["kl_per_token"] < row["kl_per_response"] and row["solved_after"] > 0
     assert len(row["curve_reward"].split()) == 10 and len(row["curve_solved"].split()) == 2
     assert bool(row["curve_beta"]) == ("use_kl_penalty" in changes)
+    assert ("pass_at_4_after" in row) == ("eval_samples" in changes)
 
 
 def points(*solved, seconds=10.0):
@@ -66,11 +83,17 @@ def points(*solved, seconds=10.0):
 def test_goal_is_reached_where_the_mean_of_three_evaluations_is(monkeypatch):
     times = [race.time_to(points(0.4, 0.9, 0.5, 0.7, 0.9), goal) for goal in (0.65, 0.68, 0.75)]
     assert times == [10.0, 30.0, None]
-    monkeypatch.setattr(race, "read_runs", lambda name: {
-        **{("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1, 2)},
-        ("TRL", 2): points(0.4, 0.8, 0.8, 0.8, seconds=20.0),
-        ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
-        ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0), ("TRL", 7): points(0.9)})
+    monkeypatch.setattr(
+        race,
+        "read_runs",
+        lambda name: {
+            **{("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1, 2)},
+            ("TRL", 2): points(0.4, 0.8, 0.8, 0.8, seconds=20.0),
+            ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
+            ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0),
+            ("TRL", 7): points(0.9),
+        },
+    )
     lines = race.race_lines("tiny")
     assert lines[1] == ["75% solved", 3, "30.0", "75.0", "3.00", "2.00 to 3.00", "0 and 1"]
     assert lines[-1][:5] == ["all 15 steps, to 80.0% and 66.7% solved", 3, "30.0", "60.0", "2.00"]
@@ -95,19 +118,32 @@ def test_nats_per_token_is_the_mean_over_all_tokens(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (real_model.CACHE / "SmolLM2-135M-Instruct" / "config.json").is_file(),
-                    reason="python -m lab.real_model has not converted the model here")
+@pytest.mark.skipif(
+    not (real_model.CACHE / "SmolLM2-135M-Instruct" / "config.json").is_file(),
+    reason="python -m lab.real_model has not converted the model here",
+)
 @pytest.mark.parametrize("changes", [{}, dict(lora_rank=8)])
 def test_converted_model_answers_and_trains(tmp_path, changes):
     """With the functions of support/, whose comparison must hold for trained weights, too."""
     folder = real_model.model_folder()
     model, tokenizer = starter.init_policy(folder, "cpu")
-    ids, = real_model.greedy(model, tokenizer, ["What is the capital of France?"], 24)
+    (ids,) = real_model.greedy(model, tokenizer, ["What is the capital of France?"], 24)
     assert real_model.names_answer(tokenizer.decode(ids), "Paris")
-    result = starter.main(**settings(
-        folder, tmp_path, task="addition", n_train_steps=2, learning_rate=1e-4, warmup_steps=0,
-        max_tokens_per_microbatch=2000, use_kl_penalty=True, kl_coef=0.1) | changes)
+    result = starter.main(
+        **settings(
+            folder,
+            tmp_path,
+            task="addition",
+            n_train_steps=2,
+            learning_rate=1e-4,
+            warmup_steps=0,
+            max_tokens_per_microbatch=2000,
+            use_kl_penalty=True,
+            kl_coef=0.1,
+        )
+        | changes
+    )
     log = scalars(result["run_folder"])
     assert log["train/kl_per_token"][1] < 1e-6 < log["train/kl_per_token"][2]
     assert max(log["train/sampler_logprob_diff"].values()) < 1e-3
-    assert "token_statistics" in starter.MECHANICS
+    assert "token_statistics" in edits.OWN
