@@ -1,4 +1,5 @@
 """Tests of `python starter.py --name value`."""
+
 import inspect
 import json
 import os
@@ -11,41 +12,32 @@ import pytest
 from conftest import settings
 
 import starter
-from starter import InputError
 
-
-@pytest.mark.parametrize("arguments, expected", [
-    ("", {}),
-    ("--n_train_steps 50", {"n_train_steps": 50}),
-    ("--n_train_steps=50 --use_kl_penalty True", {"n_train_steps": 50, "use_kl_penalty": True}),
-    ("--use_kl_penalty --kl_coef 0.1", {"use_kl_penalty": True, "kl_coef": 0.1}),
-    ("--clip_range (0.2,0.28)", {"clip_range": (0.2, 0.28)}),
-    ("--importance_cap None --resume", {"importance_cap": None, "resume": True}),
-    ("--resume runs/a=b --seed -1", {"resume": "runs/a=b", "seed": -1}),
-    ("--resume=runs/a=b", {"resume": "runs/a=b"}),
-    ("--use_kl_penalty no --bf16 on", {"use_kl_penalty": False, "bf16": True}),
-    ("--normalize_by_std false", {"normalize_by_std": False}),
+GIVEN = {
+    "": {},
+    "--n_train_steps=50 --use_kl_penalty True": {"n_train_steps": 50, "use_kl_penalty": True},
+    "--use_kl_penalty --kl_coef 0.1": {"use_kl_penalty": True, "kl_coef": 0.1},
+    "--use_kl_penalty false": {"use_kl_penalty": False},
+    "--clip_range (0.2,0.28)": {"clip_range": (0.2, 0.28)},
+    "--eval_file None --resume": {"eval_file": None, "resume": True},
+    "--resume runs/a=b --seed -1": {"resume": "runs/a=b", "seed": -1},
+    "--resume=runs/a=b": {"resume": "runs/a=b"},
     # A text that is no literal stays a text. It is never executed.
-    ("--seed __import__('os').abort()", {"seed": "__import__('os').abort()"}),
-])
-def test_arguments_become_parameters_of_main(arguments, expected):
-    given = starter.settings_from(arguments.split())
-    assert given == expected
-    assert list(map(type, given.values())) == list(map(type, expected.values()))
+    "--seed __import__('os').abort()": {"seed": "__import__('os').abort()"},
+}
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    ("--lerning_rate 1e-4", "--lerning_rate is not --name value; did you mean 'learning_rate'?"),
-    ("--seed 1 50", "50 is not --name value; use one of those that --help lists"),
-    ("-seed 1", "-seed is not --name value; "),
-    ("--lr 1e-4", "--lr is not --name value; did you mean 'lora_rank' or 'learning_rate'?"),
-    ("--batch_size 8", "--batch_size is not --name value; did you mean 'rollout_batch_size'?"),
-    ("--steps=9", "--steps is not --name value; did you mean 'n_train_steps' or 'beta_"),
-])
-def test_wrong_argument_is_refused_with_the_nearest_name(arguments, sentence):
-    with pytest.raises(InputError) as refusal:
+@pytest.mark.parametrize("arguments", GIVEN)
+def test_arguments_become_parameters_of_main(arguments):
+    assert repr(starter.settings_from(arguments.split())) == repr(GIVEN[arguments])
+
+
+@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "--kl 0.1"])
+def test_wrong_argument_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
         starter.settings_from(arguments.split())
-    assert str(refusal.value).startswith(sentence)
+    assert end.value.code == 2
+    assert arguments.split()[0] in capsys.readouterr().err
 
 
 def test_help_lists_every_parameter_with_its_comment(capsys):
@@ -59,27 +51,31 @@ def test_help_lists_every_parameter_with_its_comment(capsys):
 
 
 def start(*arguments):
-    return subprocess.Popen([sys.executable, "-u", starter.__file__, *map(str, arguments)],
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "-u", starter.__file__, *map(str, arguments)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_error_is_one_sentence_with_code_1():
     """Here one that support/ raises."""
-    process = start("--seed", "-1")
+    process = start("--seed", "0.5")
     _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1 and errors.count("\n") == 1
-    assert errors.startswith("starter.py stopped: seed = -1 must be a whole number from 0 to ")
+    assert process.returncode == 1
+    assert errors == "starter.py stopped: seed = 0.5 must be a whole number, such as 0\n"
 
 
-@pytest.mark.parametrize("moment, errors", [
-    ("=== Running Quick Tests", "starter.py stopped: interrupted\n"),
-    pytest.param("Step 1 |", "", marks=pytest.mark.slow)])
-def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment, errors):
+@pytest.mark.parametrize(
+    "moment", ["=== Running Quick Tests", pytest.param("Step 1 |", marks=pytest.mark.slow)]
+)
+def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     """While it trains, it ends after its step with a checkpoint and the model."""
     task = tmp_path / "sums.jsonl"
-    task.write_text("\n".join(json.dumps({"prompt": f"add {a} 1", "answer": a + 1})
-                              for a in range(50)))
+    lines = [json.dumps({"prompt": f"add {a} 1", "answer": a + 1}) for a in range(50)]
+    task.write_text("\n".join(lines))
     given = settings(checkpoint, tmp_path / "runs", task=task, n_train_steps=10_000)
     del given["reward"]
     process = start(*(f"--{name}={value}" for name, value in given.items()))
@@ -87,9 +83,10 @@ def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment, errors):
         if line.startswith(moment):
             break
     process.send_signal(signal.SIGINT)
-    printed, found = process.communicate(timeout=300)
-    assert (process.returncode, found) == (130, errors)
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in errors
     if moment == "Step 1 |":
-        assert "of 10000; to go on, add --resume " in printed
+        assert "--resume " in printed
         [folder] = (tmp_path / "runs").iterdir()
-        assert list(folder.glob("checkpoint_*.pt")) and (folder / "model" / "config.json").is_file()
+        assert list(folder.glob("checkpoint_*.pt"))
+        assert (folder / "model" / "config.json").is_file()
