@@ -2,6 +2,7 @@
 own; a sync that names what did not arrive; the text model of a checkpoint for images and text.
 """
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -30,7 +31,7 @@ class RoundingHead(starter.Float32Head):
 def attach():
     """Puts this file's functions into starter.py."""
     edits.replace(init_vllm=init_vllm, load_weights_in_worker=load_weights_in_worker)
-    edits.wrap(init_policy=init_policy)
+    edits.wrap(init_policy=functools.partial(with_rounding_head, starter.init_policy))
     if ON_CPU:
         # A response then does not depend on the others of its batch.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
@@ -41,11 +42,12 @@ def attach():
         torch._dynamo.config.disable = True  # the first request would compile for 10 s
 
 
-def init_policy(model_id, device):
-    policy, tokenizer = edits.own("init_policy")(model_id, device)
+def with_rounding_head(init_policy, model_id, device):
+    """Loads a policy. Its reference is a copy, with the same head."""
+    policy, tokenizer = init_policy(model_id, device)
     head = policy.get_output_embeddings()
     if type(head) is starter.Float32Head:
-        head.__class__ = RoundingHead  # and that of the reference, which is a copy
+        head.__class__ = RoundingHead
     return policy, tokenizer
 
 

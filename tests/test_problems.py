@@ -1,28 +1,33 @@
 """Problems: made up, from files and from data sets; their prompts; and which a step gets."""
+
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import make_tokenizer
 
 import starter
 from starter import InputError
-from support import tasks
-
-from conftest import make_tokenizer
-
+from support import edits, tasks
 
 # Countdown and addition
+
 
 def key_of(problem):
     return tuple(sorted(problem["numbers"])), problem["target"]
 
 
-@pytest.mark.parametrize("task, prompt", [
-    ("countdown", "Using the numbers {}, write an expression that equals {}. Use each"),
-    ("countdown_small", "make {1}: {0}")])
+@pytest.mark.parametrize(
+    "task, prompt",
+    [
+        ("countdown", "Using the numbers {}, write an expression that equals {}. Use each"),
+        ("countdown_small", "make {1}: {0}"),
+    ],
+)
 def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
-        task, prompt, monkeypatch):
+    task, prompt, monkeypatch
+):
     monkeypatch.setattr(tasks, "N_TRAIN_PROBLEMS", 400)
     train, held_out = starter.TASKS[task](SimpleNamespace(seed=0, n_eval_problems=500))
     trained_on_by_another_seed, _ = starter.TASKS[task](SimpleNamespace(seed=1, n_eval_problems=1))
@@ -37,9 +42,9 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
 
 
 def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on():
-    problems = tasks.make_countdown(2, True, 0, **tasks.SMALL_COUNTDOWN)
-    assert [(problem["prompt"], problem["solution"]) for problem in problems] == [
-        ("make 43: 14 29", "29+14"), ("make 8: 2 4", "4*2")]
+    first, second = tasks.make_countdown(2, True, 0, **tasks.SMALL_COUNTDOWN)
+    assert (first["prompt"], first["solution"]) == ("make 43: 14 29", "29+14")
+    assert (second["prompt"], second["solution"]) == ("make 8: 2 4", "4*2")
 
 
 def test_countdown_refuses_more_held_out_problems_than_there_are():
@@ -64,76 +69,104 @@ def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
 
 # Files, and data sets of the Hugging Face hub
 
+
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+ANSWER = {"role": "assistant", "content": "4"}
 
 
-@pytest.mark.parametrize("read", [starter.read_problems.__wrapped__, tasks.read_problems])
+@pytest.mark.parametrize("read", [edits.own("read_problems"), tasks.read_problems])
 def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path, capsys):
     """As editors and Windows write it, too: a byte order mark and carriage returns."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n'
-                     b'{"prompt": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}\n'
-                     + json.dumps({"prompt": CHAT, "answer": " 4 ", "question": "?"}).encode())
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n'
+        b'{"prompt": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}\n'
+        + json.dumps({"prompt": CHAT, "answer": " 4 ", "question": "?"}).encode()
+    )
     assert read(path) == [
         {"prompt": "a", "answer": "12"},
         {"prompt": "\u00e9\U0001f600", "answer": "0.5", "more": None},
-        {"prompt": CHAT, "answer": "4", "question": "?"}]
+        {"prompt": CHAT, "answer": "4", "question": "?"},
+    ]
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("row, key, answer", [
-    ({"question": "Why {x}?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}, "question", "1,234"),
-    ({"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\sqrt{2}}}."},
-     "problem", r"\frac{1}{\sqrt{2}}"),
-    ({"problem": "Why {x}?", "solution": "7", "answer": 6}, "problem", "6"),
-])  # under the name .json, which is right as long as each line is an object
-def test_columns_of_gsm8k_and_math_are_understood_and_said(row, key, answer, tmp_path, capsys):
-    problem, = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
+GSM8K = {"question": "Why {x}?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}
+MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\sqrt{2}}}."}
+
+
+@pytest.mark.parametrize(
+    "row, answer",
+    [(GSM8K, "1,234"), (MATH, r"\frac{1}{\sqrt{2}}"), ({**MATH, "answer": 6}, "6")],
+)  # under the name .json, which is right as long as each line is an object
+def test_columns_of_gsm8k_and_math_are_understood_and_said(row, answer, tmp_path, capsys):
+    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
     assert problem["answer"] == answer
     assert problem["prompt"].startswith("Why {x}?\n") and "<answer>" in problem["prompt"]
-    line, = capsys.readouterr().out.splitlines()
-    assert f"1 problems; '{key}' is the prompt, with a request for answer tags" in line
-    assert ("the answer is what follows '####' or is in the last" in line) == (answer != "6")
+    [line] = capsys.readouterr().out.splitlines()
+    assert "is the prompt, with a request for answer tags" in line
+    assert ("the answer is what follows '####'" in line) == (answer != "6")
 
 
-@pytest.mark.parametrize("line, message", [
-    (b"{", r"line 2 is not JSON \(.*\): '{'; write one whole object into each line"),
-    (b"[" * 100_000, r"line 2 is not JSON \(.*recursion"),
-    (rb'{"prompt": "half of one: \ud83d", "answer": "1"}', "line 2 is not JSON .*surrogates"),
-    (b'{"prompt": "caf\xe9", "answer": "1"}',
-     r"line 2 is not UTF-8 \(byte 0xe9 after 15 others\); save the file in that encoding"),
-    (b'["prompt", "answer"]', r"line 2 is \['prompt', 'answer'\]; write an object with 'prompt'"),
-    (b'{"prompt": "a", "Answer": 1}',
-     r"line 2 has the keys \['prompt', 'Answer'\], and no 'answer'; rename or add one"),
-    (b'{"prompt": "a", "answer": null}', "line 2 has None under 'answer'; give a text or a numb"),
-    (b'{"question": 3, "answer": 1}', "line 2 has 3 under 'question'; give a text or chat"),
-    (b'{"prompt": " ", "answer": "1"}', "line 2 has nothing under 'prompt'; fill it in, or delete"),
-    (b'{"prompt": "a", "answer": NaN}', "line 2 has nothing under 'answer'; fill it in, or delete"),
-    (b'{"prompt": "a", "answer": "7", "last_number": 0}', "2 has 0 under 'last_number' and '7' un"),
-    (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "and '7 apples' under"),
-    (b'{"prompt": "a", "answer": "5 ####"}', "line 2 has '5 ####' under 'answer'; write what"),
-    (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "line 2 has '<answer>5</answer>' under "),
-    (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}',
-     "line 2 has a chat without a user's message; add one"),
-    (b'{"prompt": [], "answer": "1"}', "line 2 has nothing under 'prompt'; fill it in"),
-    (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}',
-     "line 2 has the chat message {'from': 'human', .*; give it a 'role' and a text under 'cont"),
-    (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}',
-     "line 2 has the role 'human'; use one of 'system', .*'user'"),
-    (b'{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], '
-     b'"answer": "b"}', "line 2 has a chat that ends with the assistant's message, .*; delete th"),
-])
+@pytest.mark.parametrize(
+    "row, answer",
+    [
+        ({"messages": [*CHAT, ANSWER]}, "4"),
+        ({"messages": [*CHAT, ANSWER], "answer": 5}, "5"),
+        ({"messages": CHAT, "answer": 5}, "5"),
+    ],
+)
+def test_chat_that_ends_with_an_answer_is_a_prompt_and_its_answer(row, answer, tmp_path, capsys):
+    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.jsonl", [row]))
+    assert (problem["prompt"], problem["answer"]) == (CHAT, answer)
+    is_said = "the assistant's last message is the answer" in capsys.readouterr().out
+    assert is_said == (ANSWER in row["messages"])
+
+
+def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,answer\n"a, b",0258\n"c\nd",x\n')
+    problems = tasks.read_problems(tmp_path / "a.csv")
+    assert problems == [{"prompt": "a, b", "answer": "0258"}, {"prompt": "c\nd", "answer": "x"}]
+    (tmp_path / "a.json").write_text(json.dumps(problems, indent=1))
+    assert tasks.read_problems(tmp_path / "a.json") == problems
+    (tmp_path / "a.csv").write_text("prompt,answer\n1\n")
+    with pytest.raises(InputError, match="a.csv row 1 has None under 'answer'"):
+        tasks.read_problems(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{", r"line 2 is not JSON \(.*\): '{'; write one whole object into each line"),
+        (b"[" * 100_000, r"line 2 is not JSON \(.*recursion"),
+        (b'{"prompt": "caf\xe9", "answer": "1"}', r"line 2 is no text in UTF-8 \(byte 0xe9\)"),
+        (b'["prompt", "answer"]', r"line 2 is \['prompt', 'answer'\]; write an object"),
+        (b'{"prompt": "a", "Answer": 1}', r"the keys \['prompt', 'Answer'\], and no 'answer'"),
+        (b'{"prompt": "a", "answer": null}', "line 2 has None under 'answer'"),
+        (b'{"question": 3, "answer": 1}', "line 2 has 3 under 'question'; give a text or chat"),
+        (b'{"prompt": " ", "answer": "1"}', "line 2 has ' ' under 'prompt'"),
+        (b'{"prompt": "a", "answer": NaN}', "line 2 has nan under 'answer'"),
+        (b'{"prompt": "a", "answer": "7", "last_number": 0}', "2 has 0 under 'last_number'"),
+        (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "and '7 apples' under"),
+        (b'{"prompt": "a", "answer": "5 ####"}', "line 2 has '5 ####' under 'answer'; write what"),
+        (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
+        (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}', "user's message; add"),
+        (b'{"prompt": [], "answer": "1"}', r"line 2 has \[\] under 'prompt'"),
+        (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "give it a 'role'"),
+        (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "'human' is not known"),
+    ],
+)
 def test_mistake_in_a_line_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
         tasks.read_problems(path)
-    assert str(error.value).startswith(f"{path} line 2 ") and len(str(error.value)) < 400
+    assert str(error.value).startswith(f"{path} line 2") and len(str(error.value)) < 400
 
 
 def test_answers_of_many_words_are_said(tmp_path, capsys):
@@ -141,44 +174,37 @@ def test_answers_of_many_words_are_said(tmp_path, capsys):
     assert "some answers have more than 100 characters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("a.csv", "prompt,answer\n1,1\n", r"is a csv file, .*: pandas.read_csv\('\S+/a.csv',"),
-    ("a.json", '\n [{"prompt": "a", "answer": "1"}]', r"is a JSON array, not JSONL with an object "
-     r"in each line; convert it: pandas.read_json\('\S+/a.json', dtype=False\).to_json\('\S+/a_l"),
-    ("a.jsonl.gz", "\x1f\x8b", "is a gzip file, not JSONL; unpack it"),
-    ("b.jsonl", "PAR1", r"is a parquet file, .* pandas.read_parquet\('\S+/b.jsonl'\).to"),
-    ("a.jsonl", "\n \n", "has no lines; write one JSON object with 'prompt' and 'answer' int"),
-])
-def test_file_of_another_form_is_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content, "latin-1")
+@pytest.mark.parametrize(
+    "content, message",
+    [(b"\x1f\x8b\x08\x00", "is no text in UTF-8 .*; unpack the file"), (b"\n \n", "has no lines")],
+)
+def test_file_of_another_form_is_named(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        tasks.read_problems(str(tmp_path / name))
+        tasks.read_problems(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize("source, remedy", [
-    ("countdwon", "did you mean 'countdown'?"), ("trian.jsonl", "did you mean 'train.jsonl'?"),
-    ("data/train.jsonl", "use one of 'addition', "),
-    (".", "use one of 'addition', 'countdown', 'countdown_small', 'train.jsonl'"),
-])
+@pytest.mark.parametrize(
+    "source, remedy",
+    [
+        ("countdwon", "did you mean 'countdown'?"),
+        ("trian.jsonl", "did you mean 'train.jsonl'?"),
+        (".", "use one of ['addition', 'countdown', 'countdown_small', 'train.jsonl']"),
+    ],
+)
 def test_name_of_no_task_and_no_file_gets_the_nearest(source, remedy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text("")
     with pytest.raises(InputError) as error:
         tasks.read_problems(source)
-    assert f"{source!r} is no task, no file, and no 'user/name' of a data set" in str(error.value)
-    assert remedy in str(error.value)
+    assert f"{source!r} is no task" in str(error.value) and remedy in str(error.value)
 
 
 def test_file_alone_names_the_line_that_is_wrong(tmp_path):
-    scored_otherwise = '{"prompt": "a", "answer": 1, "last_number": true}'
-    for line in ("{", "3", '{"prompt": "a"}', scored_otherwise):
+    for line in ("{", "3", '{"prompt": "a"}'):
         (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' + line)
-        with pytest.raises(InputError, match="line 2 is not a JSON object with 'prompt' and 'answ"):
-            starter.read_problems.__wrapped__(tmp_path / "a.jsonl")
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": 1}')
-    for name in ("a.jsonl", "b.jsonl"):  # which is not there
-        with pytest.raises(InputError, match=f"{name} cannot be read .*; give a file in UTF-8"):
-            starter.read_problems.__wrapped__(tmp_path / name)
+        with pytest.raises(InputError, match="line 2 is no JSON object with 'prompt' and 'answer'"):
+            starter.read_problems(tmp_path / "a.jsonl")
 
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
@@ -194,7 +220,7 @@ def put_datasets(monkeypatch, **splits):
 
 def test_dataset_gives_its_train_split_and_another_that_is_named(monkeypatch, capsys):
     asked = put_datasets(monkeypatch, train=ROWS[:30], test=ROWS[30:])
-    monkeypatch.setitem(starter.MECHANICS, "read_problems", tasks.read_problems)
+    edits.replace(read_problems=tasks.read_problems)
     cfg = SimpleNamespace(task="openai/gsm8k:main", eval_file="openai/gsm8k:main:test")
     train, held_out = starter.problems_of_files(cfg)
     assert asked == [("openai/gsm8k", "main")] * 2 and len(train) == 30
@@ -206,8 +232,7 @@ def test_dataset_gives_its_train_split_and_another_that_is_named(monkeypatch, ca
 
 def test_mistake_in_a_dataset_is_named(monkeypatch):
     put_datasets(monkeypatch, train=ROWS, test=[{"text": "a"}])
-    with pytest.raises(InputError, match=r"data set 'a/b' has no split 'tets'; use one of "
-                                         r"\['a/b::train', 'a/b::test'\]"):
+    with pytest.raises(InputError, match="split of 'a/b' = 'tets' is not known; did you mean 'tes"):
         tasks.read_problems("a/b::tets")
     with pytest.raises(InputError, match=r"a/b, test row 0 has the keys \['text'\], and no 'prom"):
         tasks.read_problems("a/b::test")
@@ -218,9 +243,8 @@ def test_dataset_without_a_network_or_the_library_costs_one_sentence(monkeypatch
         raise ConnectionError("Couldn't reach\nthe hub" + "!" * 1000)
 
     offline = SimpleNamespace(load_dataset=load_dataset)
-    for library, text in (
-            (offline, r"cannot be loaded \(ConnectionError: Couldn't reach the hub.*the network"),
-            (None, "needs the package datasets; ")):
+    failure = r"cannot be loaded \(ConnectionError: Couldn't reach the hub.*the network"
+    for library, text in ((offline, failure), (None, "needs the package datasets; ")):
         monkeypatch.setitem(sys.modules, "datasets", library)
         with pytest.raises(InputError, match=f"data set 'a/b' {text}") as error:
             tasks.read_problems("a/b:main")
@@ -240,6 +264,7 @@ def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
 
 # From files to a step's prompts
 
+
 def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "answer": i} for i in range(1000)])
     cfg = SimpleNamespace(task=str(path), eval_file=None, n_eval_problems=7, model_id="none")
@@ -258,29 +283,29 @@ def test_load_problems_takes_a_function_and_the_skills_of_the_model(tmp_path):
     skills = [{"skill": "sort", "prompt": "sort 21", "answer": "12"}]
     write_jsonl(tmp_path / "retention.jsonl", skills)
     assert starter.load_problems(cfg) == starter.Problems(*sides, skills)
-    cfg.task = lambda cfg: (sides[0], [])
-    with pytest.raises(InputError, match="gave 1 problems for training and 0 held out; give more"):
-        starter.load_problems(cfg)
 
 
 def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_out(capsys):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ':' + m.content + '.' }}{% endfor %}"
-        "{{ 'think' if enable_thinking else 'answer' }}")
+        "{{ 'think' if enable_thinking else 'answer' }}"
+    )
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
     problems = [{"prompt": chat}, {"prompt": "2+2"}, {"prompt": "2" * 50}]
     text = SimpleNamespace(max_position_embeddings=44)
     policy = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     cfg = SimpleNamespace(max_new_tokens=14, enable_thinking=True)
-    fitting = starter.with_prompt_ids(problems, policy, tokenizer, cfg)  # the first fits exactly
-    assert [tokenizer.decode(problem["prompt_ids"]) for problem in fitting] == [
-        "system:be brief.user:2+2.think", "user:2+2.think"]
-    assert capsys.readouterr().out == ("1 of 3 prompts are left out: with max_new_tokens = 14 they "
-                                       "do not fit into 44 tokens\n")
+
+    def fitting(problems):
+        found = starter.with_prompt_ids(problems, policy, tokenizer, cfg)
+        return [tokenizer.decode(problem["prompt_ids"]) for problem in found]
+
+    # The first fits exactly.
+    assert fitting(problems) == ["system:be brief.user:2+2.think", "user:2+2.think"]
+    assert "1 of 3 prompts are left out: with max_new_tokens = 14" in capsys.readouterr().out
     text.max_position_embeddings = tokenizer.chat_template = None
-    fitting = starter.with_prompt_ids(problems[1:], policy, tokenizer, cfg)
-    assert [tokenizer.decode(problem["prompt_ids"]) for problem in fitting] == ["2+2", "2" * 50]
+    assert fitting(problems[1:]) == ["2+2", "2" * 50]
 
 
 def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
