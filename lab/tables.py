@@ -2,7 +2,7 @@
 
     python -m lab.tables              fills the pages; measures nothing
     python -m lab.tables --console    first runs starter.py, for what it prints
-    python -m lab.tables --figure     also draws lab/figures/learning.png (needs matplotlib)
+    python -m lab.tables --figures    also draws lab/figures/*.png (needs matplotlib)
 
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced.
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from itertools import product
 from operator import itemgetter
 
 from lab import architectures, sweep
@@ -37,12 +36,12 @@ def table(headers, lines):
 
 
 def spread(values, digits=0):
-    """Returns "mean (smallest to largest)"; "" without values."""
+    """Returns "mean (smallest–largest)"; "" without values."""
     values = list(values)
     if not values:
         return ""
     three = (statistics.mean(values), min(values), max(values))
-    return "{} ({} to {})".format(*(f"{value:.{digits}f}" for value in three))
+    return "{} ({}–{})".format(*(f"{value:.{digits}f}" for value in three))
 
 
 def per_cent(values):
@@ -92,17 +91,14 @@ def read_runs(name):
     rows = read_csv(name)
     for row in rows:
         if "questions_kept" in row:  # SmolLM2
-            row["lost"] = 1 - float(row["questions_kept"])
+            row["kept"] = row["questions_kept"]
             continue
         before, after = (
             [float(row[f"retention_{skill}_{moment}"]) for skill in SKILLS]
             for moment in ("before", "after")
         )
         row["other_skills_before"] = statistics.mean(before)
-        row["other_skills_after"] = statistics.mean(after)
-        row["lost"] = row["other_skills_before"] - row["other_skills_after"]
-        row["largest_fall"] = max(x - y for x, y in zip(before, after))
-        row["last_beta"] = row["curve_beta"].rpartition(" ")[2]
+        row["kept"] = row["other_skills_after"] = statistics.mean(after)
     return rows
 
 
@@ -111,13 +107,6 @@ def runs_of(name, grid=None):
     groups = grouped(read_runs(name), "settings")
     keys = [(settings, (sweep.key_of(settings),)) for settings in grid or sweep.SWEEPS[name]]
     return [(settings, groups[key]) for settings, key in keys if key in groups]
-
-
-def penalty(settings):
-    if not settings.get("use_kl_penalty"):
-        return "no KL penalty (the default)"
-    rule = settings.get("kl_adaptation_method")
-    return "`use_kl_penalty = True`" + (f', `kl_adaptation_method = "{rule}"`' if rule else "")
 
 
 def coefficient(settings):
@@ -152,36 +141,45 @@ def what_learns(settings):
     return f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights"
 
 
-def points(falls):
-    return f"{100 * max(falls):.0f} points"
-
-
 one_digit, two_digits, three_digits = (partial(spread, digits=digits) for digits in (1, 2, 3))
-SEEDS = ("seeds", "seed", len)
 SOLVED = ("solved, %", "solved_after", per_cent)
 OTHERS = ("other skills, %", "other_skills_after", per_cent)
 KL = ("KL per token", "kl_per_token", three_digits)
-MEASURED = [SOLVED, OTHERS, KL, ("KL per response", "kl_per_response", two_digits)]
-SMOLLM2_SETTINGS = {"what learns": what_learns, "KL": kind_of_kl, "kl_coef": coefficient}
-SMOLLM2 = [
-    SEEDS,
-    SOLVED,
-    ("KL per token", "kl_per_token", two_digits),
-    ("KL(reference ‖ policy)", "forward_kl_per_token", two_digits),
-    ("English, nats per token more", "english_nats_more", three_digits),
-    ("questions kept, %", "questions_kept", per_cent),
-    ("same tokens, %", "same_tokens", per_cent),
-    ("s a step", "s_per_step", one_digit),
-    ("peak memory, GB", "peak_gb", one_digit),
+MEASURED = [SOLVED, OTHERS, KL]
+
+# What the penalty does: shown as, sweep, settings of its runs
+PENALTY_ROWS = [
+    ("built-in", "learning", sweep.SWEEPS["learning"][:2]),
+    (
+        "built-in, twice the rate",
+        "kl_divergences",
+        [sweep.SAMPLED, sweep.SAMPLED | sweep.ON | dict(kl_coef=0.3)],
+    ),
+    (
+        "SmolLM2",
+        "smollm2",
+        [sweep.SMOLLM2, sweep.SMOLLM2 | sweep.ON | dict(kl_coef=0.3)],
+    ),
+    (
+        "SmolLM2, LoRA",
+        "smollm2",
+        [sweep.SMOLLM2 | sweep.LORA, sweep.SMOLLM2 | sweep.LORA | sweep.ON | dict(kl_coef=0.3)],
+    ),
 ]
 
+
+def penalty_table():
+    """Two models without and with the KL penalty."""
+    lines = []
+    for shown, name, grid in PENALTY_ROWS:
+        for settings, rows in runs_of(name, grid):
+            cells = [per_cent(numbers(rows, column)) for column in ("solved_after", "kept")]
+            lines.append([shown, coefficient(settings), *cells])
+    return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
+
+
 RUN_TABLES = {
-    "penalty": lambda: table_of(
-        runs_of("learning"),
-        {"run of the built-in model": penalty},
-        [*MEASURED[:3], ("largest fall of a skill, any seed", "largest_fall", points)],
-        has_line_before=True,
-    ),
+    "penalty": penalty_table,
     "machines": lambda: table_of(  # with the row, for its processor
         [
             (settings | settings["environment"] | rows[0], rows)
@@ -191,8 +189,8 @@ RUN_TABLES = {
         {
             "processor": lambda settings: settings["machine"].partition(",")[0],
             "dtype": lambda settings: "bfloat16" if settings["bf16"] else "float32",
-            "threads": lambda settings: settings.get("OMP_NUM_THREADS", "all that it has"),
-            "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all that it has"),
+            "threads": lambda settings: settings["OMP_NUM_THREADS"],
+            "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all"),
         },
         [
             (
@@ -201,27 +199,23 @@ RUN_TABLES = {
                 lambda shares: " ".join(f"{100 * share:.1f}" for share in shares),
             ),
             OTHERS,
-            ("largest fall of a skill", "largest_fall", points),
         ],
     ),
     "coefficients": lambda: table_of(
         runs_of("kl_divergences", sweep.COEFFICIENTS),
         {"kl_coef": coefficient},
-        [*MEASURED, *((skill, f"retention_{skill}_after", per_cent) for skill in SKILLS)],
+        MEASURED,
         has_line_before=True,
     ),
     "divergences": lambda: table_of(
-        runs_of("kl_divergences"),
-        {"KL": kind_of_kl, "kl_coef": coefficient},
         [
-            SEEDS,
-            SOLVED,
-            ("pass@1, %", "pass_at_1_after", per_cent),
-            ("pass@8, %", "pass_at_8_after", per_cent),
-            OTHERS,
-            KL,
-            ("KL(reference ‖ policy) per token", "forward_kl_per_token", three_digits),
+            (settings, rows)
+            for settings, rows in runs_of("kl_divergences")
+            if settings.get("kl_coef") in (None, 0.3, 1.0)  # the others, of exact, in README_KL.md
+            and settings not in sweep.COEFFICIENTS[1:]
         ],
+        {"KL": kind_of_kl, "kl_coef": coefficient},
+        [SOLVED, ("pass@8, %", "pass_at_8_after", per_cent), OTHERS, KL],
         has_line_before=True,
     ),
     "methods": lambda: table_of(  # all from the same coefficient
@@ -230,17 +224,9 @@ RUN_TABLES = {
             "kl_adaptation_method": lambda settings: settings.get(
                 "kl_adaptation_method", "none" if "use_kl_penalty" in settings else "off"
             ),
-            "KL": lambda settings: (
-                ""
-                if "use_kl_penalty" not in settings
-                else f"{settings['kl_estimator']} in the {settings.get('kl_in', 'loss')}"
-            ),
+            "KL": kind_of_kl,
         },
-        [
-            *MEASURED,
-            ("beta at the end", "last_beta", three_digits),
-            ("length", "response_length_after", one_digit),
-        ],
+        MEASURED,
     ),
     "recipes": lambda: table_of(
         runs_of("recipes"),
@@ -248,38 +234,19 @@ RUN_TABLES = {
             "recipe": recipe,
             "KL penalty": lambda settings: "on" if "use_kl_penalty" in settings else "off",
         },
-        MEASURED[:3],
+        MEASURED,
     ),
-    "smollm2": lambda: table_of(runs_of("smollm2"), SMOLLM2_SETTINGS, [*SMOLLM2[:3], *SMOLLM2[4:]]),
-    "smollm2_divergences": lambda: table_of(
-        runs_of("smollm2_divergences"), SMOLLM2_SETTINGS, SMOLLM2[:7]
+    "smollm2": lambda: table_of(
+        runs_of("smollm2"),
+        {"what learns": what_learns, "kl_coef": coefficient},
+        [
+            SOLVED,
+            ("questions kept, %", "kept", per_cent),
+            ("KL per token", "kl_per_token", two_digits),
+            ("s a step", "s_per_step", one_digit),
+        ],
     ),
 }
-
-
-def forgetting_table():
-    """Over all runs of a sweep: which number goes along with what was lost."""
-    lines = []
-    for (model, name), (divergence, column) in product(
-        [("built-in", "kl_divergences"), ("SmolLM2", "smollm2_divergences")],
-        [
-            ("KL(policy ‖ reference)", "kl_per_token"),
-            ("KL(reference ‖ policy)", "forward_kl_per_token"),
-        ],
-    ):
-        rows = read_runs(name)
-        values, lost = numbers(rows, column), numbers(rows, "lost")
-        ranks = [[sorted(x).index(value) for value in x] for x in (values, lost)]
-        lines.append(
-            [
-                model,
-                divergence,
-                len(rows),
-                f"{statistics.correlation(values, lost):.2f}",
-                f"{statistics.correlation(*ranks):.2f}",
-            ]
-        )
-    return table(["model", "per token", "runs", "correlation with what is lost", "of ranks"], lines)
 
 
 # 2. Of lab.verify_kl: what is enumerated.
@@ -363,21 +330,8 @@ def mistake_table():
     return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
 
 
-ENUMERATED = {
-    "variance": lambda: table_of(
-        grouped(read_csv("kl_variance"), "gradient").items(),
-        {"gradient of the KL of responses": itemgetter(0)},
-        [
-            ("variance, small drift", "of k1 in the reward", lambda shares: f"{shares[0]:.2f}"),
-            ("large drift", "of k1 in the reward", lambda shares: f"{shares[1]:.2f}"),
-            (
-                "bias, large drift",
-                "bias",
-                lambda biases: f"{biases[1]:.2f}" if biases[1] > 1e-10 else "none",
-            ),
-        ],
-    ),
-    "explosion": lambda: table_of(
+def explosion_table():
+    return table_of(
         grouped(read_csv("kl_explosion"), "KL term").items(),
         {"KL term in the loss": itemgetter(0)},
         [
@@ -387,29 +341,15 @@ ENUMERATED = {
                 lambda norms: f"{sum(norm > 1e6 for norm in norms)} of {len(norms)}",
             ),
             (
-                "largest norm, median",
-                "largest gradient norm",
-                lambda norms: f"{statistics.median(norms):.2g}",
-            ),
-            (
                 "KL per token at the end, median",
                 "last KL per token",
                 lambda kl: f"{statistics.median(kl):.2f}",
             ),
         ],
-    ),
-    "length": lambda: table_of(
-        grouped(read_csv("kl_length"), "KL in", "kl_coef").items(),
-        {"KL in": itemgetter(0), "kl_coef": itemgetter(1)},
-        [
-            (column, column, lambda values: f"{values[0]:.2f}")
-            for column in ("P(answer)", "mean length", "KL per response", "KL per token")
-        ],
-    ),
-}
+    )
 
 
-# 3. Of lab.architectures, lab.crash_test and lab.bench.
+# 3. Of lab.architectures, lab.crash_test, lab.bench and lab.gpu.
 
 
 def architecture_table():
@@ -433,35 +373,21 @@ def kill_table():
     return table(["engine", "parts", "killed", "ended with the same bits"], lines)
 
 
-SIZE_NAMES = {
-    "S": "S: hidden 128, 4 layers, 16 new tokens",
-    "M": "M: hidden 384, 6 layers, 16 new tokens",
-    "M-64": "M, 64 new tokens",
-    "L": "L: hidden 256, 4 layers, vocabulary 151,936, 16 new tokens",
-}
-
-
-def speed_table(name, memory):
-    """A step of starter.py and of TRL's, in turns. memory: {header: column of the csv file}."""
+def speed_table():
+    """A step of starter.py, with support/ and alone, and of TRL's, in turns."""
     lines = []
-    for rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").values():
-        row = rows[-1]  # the newest
-        times = [
-            f"{row[f'{side}_s']} ({row[f'{side}_min_s']} to {row[f'{side}_max_s']})"
-            for side in ("ours", "trl")
-        ]
-        lines.append(
-            [
-                SIZE_NAMES[row["size"]],
-                row["dtype"],
-                row["kl_penalty"],
-                *times,
-                *(row[column] for column in ("ratio", *memory.values())),
+    for shown, name in (("support/", "bench_step"), ("alone", "bench_alone")):
+        for rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").values():
+            row = rows[-1]  # the newest
+            times = [
+                f"{row[f'{side}_s']} ({row[f'{side}_min_s']}–{row[f'{side}_max_s']})"
+                for side in ("ours", "trl")
             ]
-        )
-    return table(
-        ["model", "dtype", "KL penalty", "starter.py, s", "TRL 1.16, s", "ratio", *memory], lines
-    )
+            lines.append(
+                [shown, row["size"], row["dtype"], row["kl_penalty"], *times, row["ratio"]]
+            )
+    sides = ["starter.py, s", "TRL 1.16, s"]
+    return table(["with", "model", "dtype", "KL penalty", *sides, "ratio"], lines)
 
 
 def gpu_table():
@@ -476,64 +402,53 @@ def gpu_table():
 
 
 def mutant_table():
+    """How many mutants of each section the quick tests see."""
     lines = []
     for (section,), rows in grouped(read_csv("mutation"), "section").items():
-        alive = [
-            f"`{row['before'][:60]}` as `{row['after'][:60]}`"
-            for row in rows
-            if row["seen"] == "False"
-        ]
-        lines.append(
-            [
-                section,
-                len(rows),
-                len(rows) - len(alive),
-                ", ".join(dict.fromkeys(alive)).replace("|", "\\|"),
-            ]
-        )
-    return table(["section", "mutants", "seen", "not seen"], lines)
+        lines.append([section, len(rows), sum(row["seen"] == "True" for row in rows)])
+    return table(["section", "mutants", "seen"], lines)
+
+
+GPU = {  # header: column of gpu.csv and of gpu_vllm.csv
+    "model": ("model", "row"),
+    "s a step": ("step_s", "step_s"),
+    "s sampling": ("rollout_s", "generate_s"),
+    "GB": ("gb", "gb"),
+    "GB by the formula": ("formula_gb", "formula_gb"),
+    "nats between sampler and trainer": ("sampler_diff", "sampler_diff"),
+    "solved, %": ("solved", "solved"),
+}
+WITH_VLLM = ["built-in", "Qwen3-1.7B", "Qwen3-1.7B, 24 GB"]  # rows of gpu_vllm.csv that are shown
+
+
+def run_on_gpu_table():
+    """Runs on one GPU, sampled by transformers and by vLLM."""
+    lines = [
+        ["transformers", *(row[column] for column, _ in GPU.values())] for row in read_csv("gpu")
+    ]
+    lines += [
+        ["vLLM", *(row[column] for _, column in GPU.values())]
+        for row in read_csv("gpu_vllm")
+        if row["row"] in WITH_VLLM
+    ]
+    return table(["sampled by", *GPU], lines)
 
 
 # 4. The pages.
 
-GPU = {  # header: column
-    "model": "model",
-    "settings": "settings",
-    "solved, %": "solved",
-    "s a step": "step_s",
-    "s sampling": "rollout_s",
-    "GB": "gb",
-    "GB by the formula": "formula_gb",
-    "nats between sampler and trainer": "sampler_diff",
+RACE = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio"]
+TABLES = RUN_TABLES | {
+    "gradients": gradient_table,
+    "mistakes": mistake_table,
+    "explosion": explosion_table,
+    "architectures": architecture_table,
+    "kills": kill_table,
+    "mutants": mutant_table,
+    "speed": speed_table,
+    "gpus": gpu_table,
+    "gpu": run_on_gpu_table,
+    "race": lambda: table(RACE, [line[: len(RACE)] for line in race_lines("tiny")]),
 }
-RACE = [
-    "until",
-    "seeds",
-    "starter.py, s",
-    "TRL 1.16, s",
-    "median ratio",
-    "range",
-    "not reached by starter.py and TRL",
-]
-TABLES = (
-    RUN_TABLES
-    | ENUMERATED
-    | {
-        "forgetting": forgetting_table,
-        "gradients": gradient_table,
-        "mistakes": mistake_table,
-        "architectures": architecture_table,
-        "kills": kill_table,
-        "mutants": mutant_table,
-        "speed": lambda: speed_table("bench_step", {"GB": "ours_gb", "TRL, GB": "trl_gb"}),
-        "alone": lambda: speed_table("bench_alone", {}),
-        "gpus": gpu_table,
-        "gpu": lambda: table(
-            GPU, [[row[column] for column in GPU.values()] for row in read_csv("gpu")]
-        ),
-        "race": lambda: table(RACE, race_lines("tiny")),
-    }
-)
 BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 CONSOLE = RESULTS / "console_off.txt"
 
@@ -562,32 +477,60 @@ def write_console():
     CONSOLE.write_text("\n".join(kept) + "\n")
 
 
-def draw_learning(path):
+# 5. The figures of README.md.
+
+COLORS = ("C3", "C1", "C2", "C0", "C4")
+
+
+def draw_learning(figure):
     """Solved and other skills over the steps, a line for each seed."""
+    panels = figure.subplots(1, 2)
+    for panel, name in zip(panels, ("solved", "other_skills")):
+        for (settings, rows), color in zip(runs_of("learning")[:2], ("C3", "C0")):
+            for row in rows:
+                values = [100 * float(share) for share in row[f"curve_{name}"].split()]
+                steps = [settings["eval_every"] * i for i in range(len(values))]
+                [line] = panel.plot(steps, values, color=color, alpha=0.8, linewidth=1.2)
+            if name == "solved":
+                line.set_label(f"KL penalty {'on' if 'use_kl_penalty' in settings else 'off'}")
+        panel.set_xlabel("step")
+    panels[0].set_ylabel("trained task: solved, %")
+    panels[1].set_ylabel("four other skills: solved, %")
+    return "three seeds each"
+
+
+def draw_penalty(figure):
+    """Solved against other skills for several coefficients: each seed, and the mean."""
+    panel = figure.subplots()
+    grid = [sweep.SAMPLED, *sweep.DIVERGENCES[len(sweep.COEFFICIENTS) :][:4]]  # of k3, the default
+    groups = runs_of("kl_divergences", grid)
+
+    def points(rows, moment):
+        columns = [f"{name}_{moment}" for name in ("solved", "other_skills")]
+        return [[100 * share for share in numbers(rows, column)] for column in columns]
+
+    before = points([row for _, rows in groups for row in rows], "before")
+    panel.plot(*map(statistics.mean, before), "k*", markersize=13, label="before training")
+    for (settings, rows), color in zip(groups, COLORS):
+        label = f"kl_coef = {settings['kl_coef']:g}" if "kl_coef" in settings else "no KL penalty"
+        x, y = points(rows, "after")
+        panel.plot(x, y, "o", color=color, alpha=0.4, markersize=5)
+        mean = statistics.mean(x), statistics.mean(y)
+        panel.plot(*mean, "D", color=color, markersize=9, label=label)
+    panel.set(xlabel="trained task: solved, %", ylabel="four other skills: solved, %")
+    return "mean, and each of five seeds"
+
+
+def draw_figures():
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.2), dpi=100, layout="constrained")
-    axes = figure.subplots(1, 2)
-    groups = runs_of("learning")[:2]
-    titles = {"solved": "trained task: solved, %", "other_skills": "not trained: other skills, %"}
-    for axis, (name, title) in zip(axes, titles.items()):
-        for (settings, rows), color in zip(groups, ("C3", "C0")):
-            label = "use_kl_penalty = True" if "use_kl_penalty" in settings else "no KL penalty"
-            for i, row in enumerate(rows):
-                values = [100 * float(share) for share in row[f"curve_{name}"].split()]
-                steps = [settings["eval_every"] * step for step in range(len(values))]
-                axis.plot(
-                    steps,
-                    values,
-                    color=color,
-                    alpha=0.8,
-                    linewidth=1.2,
-                    label=label if i == 0 else None,
-                )
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
-    figure.savefig(path)
+    for name, draw in (("learning", draw_learning), ("kl_penalty", draw_penalty)):
+        figure = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
+        title = draw(figure)
+        for panel in figure.axes:
+            panel.grid(alpha=0.3)
+        figure.legend(loc="outside right center", frameon=False, title=title)
+        figure.savefig(REPOSITORY / "lab" / "figures" / f"{name}.png")
 
 
 def with_tables(text):
@@ -604,8 +547,8 @@ def with_tables(text):
 if __name__ == "__main__":
     if "--console" in sys.argv:
         write_console()
-    if "--figure" in sys.argv:
-        draw_learning(REPOSITORY / "lab" / "figures" / "learning.png")
+    if "--figures" in sys.argv:
+        draw_figures()
     for page in PAGES:
         before = page.read_text("utf-8")
         after = with_tables(before)
