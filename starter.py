@@ -7,6 +7,7 @@
 
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
+    python starter.py --model_id ID --task FILE.jsonl    what a copy without support/ needs
 
 The file follows the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
 penalty, loss. The loop that joins them is train() in section 13, and all numbers are in main() in
@@ -77,7 +78,8 @@ def find_support():
     """Returns the module support.attach, or None if that folder does not lie beside this file."""
     if not Path(__file__).with_name("support").is_dir():
         return None
-    sys.modules.setdefault("starter", sys.modules[__name__])  # support/ imports this very module
+    # So that support/ imports this very module, and no second one
+    sys.modules.setdefault("starter", sys.modules[__name__])
     from support import attach
 
     return attach
@@ -106,8 +108,10 @@ def read_problems(source):
             answer = str(problem["answer"]).strip()
             problems.append({"prompt": problem["prompt"], **problem, "answer": answer})
         except (ValueError, KeyError, TypeError) as error:
-            where = f"{source} line {len(problems) + 1}"
-            raise InputError(f"{where} is no JSON object with 'prompt' and 'answer': {error!r}")
+            raise InputError(
+                f"{source} line {len(problems) + 1} is no JSON object with 'prompt' and 'answer' "
+                f"({error!r}); mend that line"
+            )
     return problems
 
 
@@ -146,12 +150,12 @@ def load_problems(cfg):
 def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step (from 0). The list is shuffled anew for each pass over
     it. The choice depends on step and seed alone, so that a resumed run sees the same ones."""
-    number, start = divmod(step * n, len(problems))
-    upcoming = []
+    pass_number, start = divmod(step * n, len(problems))
+    upcoming = []  # from the beginning of this pass on
     while len(upcoming) < start + n:
-        rng = random.Random(f"{seed} {number}")
+        rng = random.Random(f"{seed} {pass_number}")
         upcoming += rng.sample(problems, len(problems))
-        number += 1
+        pass_number += 1
     return upcoming[start : start + n]
 
 
@@ -183,14 +187,14 @@ def init_policy(model_id, device):
         head.__class__ = Float32Head  # the same weights; a deepcopy of the policy keeps it
     if getattr(policy.config.get_text_config(), "attn_logit_softcapping", None):
         policy.set_attn_implementation("eager")  # torch's fused kernel leaves the soft-cap out
-    return policy.to(device).eval(), tokenizer
+    return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
 def train_checkpointed_layers(policy):
     """Puts into train mode the layers that gradient checkpointing runs again, and nothing inside
     them: dropout would change the log-probs at random."""
     for module in policy.modules():
-        module.training = hasattr(module, "gradient_checkpointing")
+        module.training = hasattr(module, "gradient_checkpointing")  # an attribute of such layers
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -208,8 +212,6 @@ def find_stop_tokens(policy, tokenizer):
 def ids_of_prompt(prompt, tokenizer, enable_thinking):
     """A text or chat messages -> token ids, in the tokenizer's chat template if it has one."""
     if tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
-            raise InputError("the tokenizer has no chat template; give prompts that are texts")
         return tokenizer(prompt)["input_ids"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -222,17 +224,16 @@ def ids_of_prompt(prompt, tokenizer, enable_thinking):
 def with_prompt_ids(problems, policy, tokenizer, cfg):
     """Returns the problems that fit into the model's context, each with the token ids of its prompt
     under "prompt_ids". Responses are never tokenised: the sampler's ids are used as they are."""
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or -1
     fitting = []
     for problem in problems:
         ids = ids_of_prompt(problem["prompt"], tokenizer, cfg.enable_thinking)
-        if context is None or len(ids) + cfg.max_new_tokens <= context:
+        if context < 0 or len(ids) + cfg.max_new_tokens <= context:  # -1: no limit
             fitting.append({**problem, "prompt_ids": ids})
-    n_left_out = len(problems) - len(fitting)
-    if n_left_out:
+    if len(fitting) < len(problems):
         print(
-            f"{n_left_out} of {len(problems)} prompts are left out: with max_new_tokens = "
-            f"{cfg.max_new_tokens} they do not fit into {context} tokens"
+            f"{len(problems) - len(fitting)} of {len(problems)} prompts are left out: with "
+            f"max_new_tokens = {cfg.max_new_tokens} they do not fit into {context} tokens"
         )
     return fitting
 
@@ -253,20 +254,17 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     from vllm import LLM
 
     print("vLLM draws the tokens by itself; draw_tokens has no part in it")
-    options = {}
-    if bf16:
-        options["hf_overrides"] = {"head_dtype": "float32"}  # like Float32Head
     return LLM(
         str(model_id),
         seed=seed,
         dtype="bfloat16" if bf16 else "float32",
+        hf_overrides={"head_dtype": "float32"},  # like Float32Head
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_mem_util,
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
         logprobs_mode="processed_logprobs",
         use_tqdm_on_load=False,
-        **options,
     )
 
 
@@ -298,12 +296,12 @@ def load_policy_into_vllm_instance(policy, llm):
 class Response(NamedTuple):
     prompt_ids: list
     response_ids: list  # as the sampler gave them; the token that ended it included
-    log_probs: list  # of response_ids, at the sampling temperature (at 1 where it is 0)
+    log_probs: list  # of response_ids, at the sampling temperature; greedy ones at temperature 1
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
 
 
 def seed_for(cfg, purpose):
-    """Seeds the global generators, for rewards, and returns the seed of a step or other purpose."""
+    """Seeds random and torch, for rewards, and returns the seed of a step or other purpose."""
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
     torch.manual_seed(seed)
@@ -416,6 +414,7 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
         generators = [torch.Generator().manual_seed(seed + i) for i in rows]
         uniform = torch.stack([torch.rand(cfg.max_new_tokens, generator=g) for g in generators])
         uniform = uniform.to(policy.device)
+        # Only support/ puts prompts of several lengths together. It knows the padding by the -1.
         ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
         n_before = ids.shape[1]
         log_probs = []  # (B, 1) each
@@ -453,7 +452,7 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 # --------------------------------------------------------------------------------------------------
 # 5. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
 
-# One number and nothing else, as in "-12", "$1,234.50" or "18 %"
+# One number and nothing else, as "-12", "$1,234.50", "18 %" are, and "007", "1/2", "1,2" are not
 NUMBER = re.compile(
     r"-?[$\u20ac\u00a3]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?(?<=\d) ?%?", re.ASCII
 )
@@ -561,7 +560,8 @@ def make_batch(responses, advantages, device):
 
         prompt [5, 6], response [7, 8]:  input_ids [5, 6, 7]   labels [6, 7, 8]   mask [0, 1, 1]
 
-    The mask comes from lengths and not from ids: the stop token may well be the padding token."""
+    The mask comes from lengths and not from ids: the stop token may well be the padding token.
+    What you add to the batch must be (B, T) or (B, 1), since it is cut like the rest."""
     rows = [torch.tensor(response.prompt_ids + response.response_ids) for response in responses]
     ids = pad_sequence(rows, batch_first=True)
     columns = torch.arange(ids.shape[1])
@@ -571,7 +571,9 @@ def make_batch(responses, advantages, device):
     mask = is_row & (columns >= starts)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, lengths.max())
-    is_token = torch.arange(lengths.max()) < lengths  # an index for (B, L), and no other width
+    is_token = (
+        torch.arange(lengths.max()) < lengths
+    )  # of another width than advantages: an IndexError
     log_probs = torch.cat([torch.tensor(response.log_probs) for response in responses])
     zeros = torch.zeros(ids.shape)
     batch = {
@@ -657,7 +659,8 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     """(N, V) logits of the policy and a reference, (N,) labels -> dict of (N,) tensors, in nats.
 
     All that the loss knows of the logits is computed here. A tensor that you add reaches
-    grpo_microbatch_step under its name and, as a mean over tokens, the log."""
+    grpo_microbatch_step under its name and, as a mean over the tokens that are trained on, the
+    log. Without a KL term these are the tokens of responses that have an advantage."""
     labels = labels[:, None]
     log_p = all_log_probs(logits, temperature)
     stats = {
@@ -730,9 +733,10 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
 EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
-# A term rule: (kl, d, mask, all (B, T), cfg) -> (B, T), penalised in the place of kl; its slope
-# scales the gradient. A coefficient rule: (KLController, cfg, and of the step kl, nats per token,
-# and mean reward) -> the next beta. support/adaptive_rules.py adds rules of both kinds.
+# Rules of adaptive KL: support/adaptive_rules.py has some of both kinds. For example
+#     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2    (B, T) each: penalised instead of kl
+#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
+# where kl and reward are the step's nats per token and mean reward, and the result the next beta.
 TERM_RULES = {}
 COEFFICIENT_RULES = {}
 
@@ -778,7 +782,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 
 
 def add_gradient(value, surrogate):
-    """Returns the value. Its gradient is its own, if it has one, plus that of the surrogate."""
+    """Returns the value, with the gradients of both."""
     return value + (surrogate - surrogate.detach())
 
 
@@ -812,9 +816,10 @@ def sum_to_go(kl, mask):
 
 def penalty_in_reward(d, mask, cfg):
     """(B, T) log-ratios at the rollout -> (B, T) what compute_loss takes off each advantage: a
-    token pays for its own KL and for that of all later ones. With k1, and where the loss divides by
-    a constant, this gives the gradient of the response's KL. With a term rule, which may look at
-    the whole response, each token pays for all."""
+    token pays for its own KL and for that of all later ones, as in "loss_to_go", but for that of
+    the policy that sampled, in every epoch, and inside of the PPO clip. With k1, and where the loss
+    divides by a constant, this gives the gradient of the response's KL. With a term rule, which may
+    look at the whole response, each token pays for all."""
     kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
     to_go = sum_to_go(kl, mask)
     if rule_among(TERM_RULES, cfg) is not None:
@@ -830,7 +835,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
     weight = ratio.clamp(max=cfg.kl_ratio_cap)
-    count = weight  # for the log: each sampled token stands for so many
+    count = weight  # for the log: by it the mean over sampled tokens is one over the policy's
     if cfg.kl_estimator in EXACT:
         kl = vocab_kl
         count = 1.0
@@ -862,9 +867,9 @@ class KLController:
         self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.state = state or {"step": 0}  # and what the rule keeps from step to step
-        if state is None or self.rule is None:
-            self.state["beta"] = kl_coef
+        self.state = {"beta": kl_coef, "step": 0}  # and what the rule keeps from step to step
+        if self.rule is not None:
+            self.state.update(state or {})
 
     @property
     def beta(self):
@@ -986,7 +991,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 def evaluate(policy, llm, tokenizer, problems, cfg):
     """Samples one response to each held-out problem, of the task and of other skills. Returns
     {"solved", "reward_mean", "retention_<skill>", ...} and samples (problem, text, reward)."""
-    held_out, skills = problems.held_out, problems.skills
+    _, held_out, skills = problems
     n = len(held_out)
     prompts = [problem["prompt_ids"] for problem in held_out + skills]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
@@ -1016,8 +1021,8 @@ def log_train(run, step, metrics):
         f"| Length: {metrics['response_length']:.1f} | {metrics['time/total']:.2f} s"
     )
     if "kl_penalty" in metrics:
-        beta = metrics["adaptive_kl/current_beta"]
-        line += f" | KL penalty: {metrics['kl_penalty']:.4f} | beta: {beta:.3g}"
+        line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
+        line += f" | beta: {metrics['adaptive_kl/current_beta']:.3g}"
     print(line, flush=True)
 
 
@@ -1062,8 +1067,10 @@ class Run:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
         self.folder = Path(cfg.out_dir) / name
         if cfg.resume:
-            runs = [Path(cfg.resume)] if cfg.resume is not True else self.folder.parent.glob("*")
-            self.folder = max(runs, default=Path("runs"))
+            if cfg.resume is True:
+                runs = Path(cfg.out_dir).glob("*/settings.json")
+                cfg.resume = max(runs, default=Path("runs/none")).parent
+            self.folder = Path(cfg.resume)
             if not (self.folder / "settings.json").is_file():
                 raise InputError(f"resume: {self.folder} is no folder of a run; give one")
 
@@ -1078,7 +1085,7 @@ class Run:
             print(f"resumed: {self.folder} after step {self.state['step']}")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
-            next_step = self.state["step"] + (self.state["before"] is not None)
+            next_step = self.state["step"] + 1 if self.state["before"] else 0
             self.writer = SummaryWriter(self.folder, purge_step=next_step)
             settings = json.dumps(vars(self.cfg), default=str, indent=1)
             (self.folder / "settings.json").write_text(settings, "utf-8")
@@ -1134,7 +1141,7 @@ def check_sampler(diff, step, first_diff, cfg):
     if limit is None:
         limit = 0.1 if cfg.engine == "vllm" else 1.0
         if first_diff is not None:
-            limit = 4 * first_diff + (0.02 if cfg.bf16 else 2e-3)
+            limit = 4 * first_diff + (0.02 if cfg.bf16 else 2e-3)  # 0.016 was seen in bf16
     if not diff <= limit:
         raise RunStopped(
             f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token (limit "
@@ -1143,24 +1150,26 @@ def check_sampler(diff, step, first_diff, cfg):
         )
 
 
-def leave_out_rows(policy, batch, step, state, cfg):
+def leave_out_rows(policy, batch, step, probe, cfg):
     """Without a KL term a row whose advantages are all 0 has no gradient. Returns the batch without
     such rows, which saves their forward pass, too.
 
     If you give the loss another term, such as an entropy bonus, these rows have a gradient. So one
-    of them is tried, when there are some for the first time and in every tenth step."""
+    of them is tried, when there are some for the first time and in every tenth step. probe: a dict
+    that keeps what was found."""
     has_advantage = (batch["advantages"] != 0).any(dim=1)
-    if has_advantage.all() or not has_advantage.any():
+    has_weight = (batch["weights"] != 0).any(dim=1)  # not if mask_truncated leaves it out
+    others = keep_rows(batch, has_weight & ~has_advantage)
+    if len(others["labels"]) == 0 or not has_advantage.any():
         return batch
-    if "leaves_out" not in state or step % 10 == 0:
-        first = has_advantage.int().argmin()
-        grpo_microbatch_step(policy, keep_rows(batch, first[None]), cfg)
-        leaves_out = clip_gradient(policy, cfg.max_grad_norm) == 0
+    if not probe or step % 10 == 0:
+        grpo_microbatch_step(policy, keep_rows(others, slice(1)), cfg)
+        left_out = clip_gradient(policy, cfg.max_grad_norm) == 0
         policy.zero_grad()
-        if leaves_out != state.get("leaves_out"):
-            print(f"step {step}: rows without an advantage are left out: {leaves_out}")
-        state["leaves_out"] = leaves_out
-    if state["leaves_out"]:
+        if left_out != probe.get("left_out"):
+            print(f"step {step}: rows without an advantage are left out: {left_out}")
+        probe["left_out"] = left_out
+    if probe["left_out"]:
         return keep_rows(batch, has_advantage)
     return batch
 
@@ -1182,6 +1191,7 @@ def train(
     controller = KLController(kl_coef, cfg, state["controller"])
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
+    probe = {}
     if state["before"] is None:
         evaluate_at(state["step"])
         state["before"] = state["after"]
@@ -1206,7 +1216,7 @@ def train(
         batch = make_batch(responses, advantages, policy.device)
         batch["weights"] = weights_of_tokens(batch, cfg)
         if ref_model is None:
-            batch = leave_out_rows(policy, batch, step, state, cfg)
+            batch = leave_out_rows(policy, batch, step, probe, cfg)
         n_tokens = batch["response_mask"].sum()
         microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
 
@@ -1298,7 +1308,7 @@ def choose_device(cfg):
     if cfg.bf16 == "auto":
         cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
     if cfg.engine == "auto":
-        has_vllm = importlib.util.find_spec("vllm") is not None
+        has_vllm = importlib.util.find_spec("vllm")
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
     print(f"{cfg.device} | bf16: {cfg.bf16} | engine: {cfg.engine}")
 
@@ -1318,13 +1328,8 @@ def check_settings(cfg):
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
     if cfg.kl_in == "reward" and cfg.kl_estimator != "k1" and not cfg.reproduce_paper:
         raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
-    if find_support() is None:
-        if cfg.lora_rank or cfg.frozen_in_bf16:
-            raise InputError("lora_rank and frozen_in_bf16 need the folder support/ of this file")
-        if isinstance(cfg.task, str) and not Path(cfg.task).is_file():
-            raise InputError(
-                f"task = {cfg.task!r} is no file; give --task FILE.jsonl --model_id ID"
-            )
+    if find_support() is None and (cfg.lora_rank or cfg.frozen_in_bf16):
+        raise InputError("lora_rank and frozen_in_bf16 need the folder support/ beside this file")
 
 
 def main(
@@ -1384,13 +1389,18 @@ def main(
     eval_temperature=0.0,  # 0: greedy
     out_dir="runs",  # each run gets a new folder in it, named by its time
     run_name="run",  # ends the folder's name
-    save_every=50,  # steps between checkpoints; 0: only at the end, and when a run is stopped
+    save_every=50,  # steps between checkpoints; 0: at the end, and with support/ after Ctrl-C
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
     cfg = SimpleNamespace(**locals())
     support = find_support()
     if support:  # support/, 1 of 4: kind and range of each setting
         support.check_settings(cfg)
+    else:
+        print(
+            "support/ is not here, so give --model_id ID --task FILE.jsonl; without it a run is "
+            "slower, needs more memory, and has no LoRA, no warnings and no report"
+        )
     apply_preset(cfg)
     choose_device(cfg)
     check_settings(cfg)
@@ -1414,7 +1424,6 @@ def main(
     if support:  # support/, 3 of 4: LoRA, faster mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
     else:
-        print("support/ is not here: slower, more memory, no LoRA, no warnings, no report")
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
     if cfg.gradient_checkpointing:
@@ -1445,8 +1454,11 @@ def main(
     if run.writes_files:
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
-    result = {"run_folder": run.folder}
-    result["before"], result["after"] = run.state["before"], run.state["after"]
+    result = {
+        "before": run.state["before"],
+        "after": run.state["after"],
+        "run_folder": run.folder,
+    }
     if watch is not None:
         optimizer.state.clear()  # room for a second model
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
@@ -1461,7 +1473,7 @@ VOCABULARY = 200_000  # of their models: larger than others, so that you may for
 
 
 def test_kl_gradient():
-    """The expected gradient of the KL term is not that of KL(policy || reference)."""
+    """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
     logits = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
     log_p, ref_log_p = all_log_probs(logits, 1.0), all_log_probs(ref_logits, 1.0)
@@ -1490,14 +1502,14 @@ def log_probs_by_hand(policy, responses):
 
 
 def test_step():
-    """Log-probs are of wrong tokens, a step is in the wrong direction, or depends on its cut."""
+    """Fails if log-probs are of other tokens, a step has the wrong sign or depends on its cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     policy = LlamaForCausalLM(config)
-    cfg = cfg_with(bf16=False)
+    cfg = cfg_with(bf16=False, max_new_tokens=9)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
     batch = make_batch(responses, advantages, "cpu")
@@ -1525,22 +1537,25 @@ def test_functions():
             test()
             print(f"ok: {test.__name__}")
         except Exception as error:  # an edit above
-            print(f"FAILED: {test.__name__}, {error!r:.100}: {test.__doc__}")
-            print("    If an edit of yours is meant to change this, all is well.")
+            print(f"FAILED: {test.__name__}. {test.__doc__} It may be what you want. {error!r:.80}")
 
 
 # --------------------------------------------------------------------------------------------------
 # 16. The command line.
 
 
+# What they mean on the command line
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def value_of(text):
-    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "false" -> False. Other values stay texts."""
-    if text in ("true", "false"):
-        text = text.title()
+    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. Other values stay texts."""
+    if text == "inf":
+        return math.inf
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return text
+        return WORDS.get(text, text)
 
 
 def settings_from(arguments):
@@ -1548,7 +1563,11 @@ def settings_from(arguments):
     if "--help" in arguments:
         print(inspect.getsource(main).split("\n):")[0])
         sys.exit()
-    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage="starter.py --name value ... (names: --help)",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
     for name in inspect.signature(main).parameters:
         # Without a value it is True, as in --use_kl_penalty
         parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
