@@ -24,7 +24,7 @@ starter.find_support()  # names of tasks, presets and KL rules of support/ are k
 
 
 @pytest.fixture(autouse=True)
-def plain_functions_before_and_after():
+def plain_functions_before_and_after(monkeypatch):  # which ends later than this
     from support import edits  # programs that use this file may have starter.py alone
 
     edits.restore()
