@@ -28,6 +28,7 @@ import os
 
 ENVIRONMENT = {  # read by libraries while they are imported; a value from outside wins
     "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "GOMP_SPINCOUNT": "2000",
     "THP_MEM_ALLOC_ENABLE": "1",
