@@ -517,9 +517,10 @@ def score(responses, problems, tokenizer, reward):
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
         if takes_response:
-            rewards[i] = reward(text, problem, response=responses[i])
+            value = reward(text, problem, response=responses[i])
         else:
-            rewards[i] = reward(text, problem)
+            value = reward(text, problem)
+        rewards[i] = float(value)
     return texts, rewards
 
 
@@ -868,9 +869,9 @@ class KLController:
         self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.state = {"beta": kl_coef, "step": 0}  # and what the rule keeps from step to step
-        if self.rule is not None:
-            self.state.update(state or {})
+        self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
+        if self.rule is None:
+            self.state["beta"] = kl_coef  # that of now, in a resumed run
 
     @property
     def beta(self):
@@ -997,11 +998,10 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
     prompts = [problem["prompt_ids"] for problem in held_out + skills]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
     texts, rewards = score(responses[:n], held_out, tokenizer, cfg.reward)
-    lengths = [len(response.response_ids) for response in responses[:n]]
     metrics = {
         "solved": (rewards >= 1).float().mean().item(),
         "reward_mean": rewards.mean().item(),
-        "response_length": sum(lengths) / n,
+        "response_length": sum(len(r.response_ids) for r in responses[:n]) / n,
     }
     if skills:
         _, rewards_of_skills = score(responses[n:], skills, tokenizer, score_answer)
@@ -1156,20 +1156,21 @@ def leave_out_rows(policy, batch, step, probe, cfg):
     such rows, which saves their forward pass, too.
 
     If you give the loss another term, such as an entropy bonus, these rows have a gradient. So one
-    of them is tried, when there are some for the first time and in every tenth step. probe: a dict
-    that keeps what was found."""
+    of them is tried, when there are some for the first time and again after ten steps. probe: a
+    dict that keeps what was found."""
     has_advantage = (batch["advantages"] != 0).any(dim=1)
     has_weight = (batch["weights"] != 0).any(dim=1)  # not if mask_truncated leaves it out
     others = keep_rows(batch, has_weight & ~has_advantage)
     if len(others["labels"]) == 0 or not has_advantage.any():
         return batch
-    if not probe or step % 10 == 0:
+    if step >= probe.get("next_step", 0):
         grpo_microbatch_step(policy, keep_rows(others, slice(1)), cfg)
         left_out = clip_gradient(policy, cfg.max_grad_norm) == 0
         policy.zero_grad()
         if left_out != probe.get("left_out"):
             print(f"step {step}: rows without an advantage are left out: {left_out}")
         probe["left_out"] = left_out
+        probe["next_step"] = step + 10
     if probe["left_out"]:
         return keep_rows(batch, has_advantage)
     return batch
@@ -1247,11 +1248,9 @@ def train(
                 controller.update(sums["kl_per_token"], metrics["reward_mean"])
 
         # 5. Log, evaluate and save.
-        n_sampled = sum(len(response.response_ids) for response in responses)
-        n_cut = sum(not response.finished for response in responses)
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        metrics["response_length"] = n_sampled / len(responses)
-        metrics["truncated_frac"] = n_cut / len(responses)
+        metrics["response_length"] = sum(len(r.response_ids) for r in responses) / len(responses)
+        metrics["truncated_frac"] = sum(not r.finished for r in responses) / len(responses)
         metrics["time/rollout"] = rollout_seconds
         metrics["time/total"] = time.perf_counter() - start
         if ref_model is not None:
