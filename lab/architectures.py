@@ -179,7 +179,7 @@ MODES = {
 
 
 # 2. Verdicts.  A name, a mode -> a row of the csv file. "right"; "refused", with the sentence;
-# "wrong", and where; "warned": wrong, and the log of the first step says so; "not built".
+# "wrong", and where; "not built".
 
 
 def examine(name, mode, folder):
@@ -203,9 +203,8 @@ def examine(name, mode, folder):
             row[check.__name__] = f"{largest:.1e}"
             if not largest <= limit:
                 wrong.append(f"{check.__name__}: {largest:.2g}")
-    is_warned = float(row.get("first_step", 0)) > CHECKS[first_step]
     if wrong:
-        row |= {"verdict": "warned" if is_warned else "wrong", "where": "; ".join(wrong)}
+        row |= {"verdict": "wrong", "where": "; ".join(wrong)}
     return row
 
 

@@ -49,7 +49,7 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
     # Weights, in bytes
     n_learning = n_all
     whole = frozen = 4 * n_all
-    n_cast = n_body  # autocast makes copies of them
+    n_cast = n_body  # autocast copies them; the reference's copies are gone by then
     if cfg.frozen_in_bf16:
         frozen -= 2 * n_body
     sizes = {"weights": whole}
@@ -60,8 +60,6 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
             n_cast = n_learning
     if has_copy:
         sizes["reference"] = frozen
-        if not cfg.frozen_in_bf16:
-            n_cast *= 2
     sizes["gradients"] = 4 * n_learning
     sizes["moments"] = 8 * n_learning
     sizes = {name: size / ranks for name, size in sizes.items()}

@@ -61,6 +61,10 @@ def log_probs(policy, ids):
     return policy(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
 
 
+def nats_between(log_p, other):
+    return (log_p - other).abs().max().item()
+
+
 def checksum(policy):
     return sum(p.detach().double().sum() for p in policy.parameters())
 
@@ -71,7 +75,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
     with torch.no_grad():
         whole = log_probs(policy, ids)
         for n in (*lengths, ids.shape[1] - 1):
-            difference = (log_probs(policy, ids[:, :n]) - whole[:n]).abs().max()
+            difference = nats_between(log_probs(policy, ids[:, :n]), whole[:n])
             if not difference < MOST_NATS:
                 return (
                     f"what stands after a token changes its log-probs by {difference:.2g} nats; "
@@ -79,7 +83,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
                 )
         if cfg.gradient_checkpointing:
             starter.train_checkpointed_layers(policy)
-            difference = (log_probs(policy, ids) - whole).abs().max()
+            difference = nats_between(log_probs(policy, ids), whole)
             if not difference < MOST_NATS:
                 return (
                     f"with gradient_checkpointing its log-probs change by {difference:.2g} nats; "
@@ -102,8 +106,8 @@ def decodes_as_it_reads(policy, ids, lengths):
             cache = None
             for n in range(start, min(start + 12, ids.shape[1])):
                 logits, cache = starter.next_logits(policy, ids[:, :n], cache)
-                difference = logits[0].float().log_softmax(dim=-1) - whole[n - 1]
-                if not difference.abs().max() < MOST_NATS:
+                log_p = logits[0].float().log_softmax(dim=-1)
+                if not nats_between(log_p, whole[n - 1]) < MOST_NATS:
                     return False
     except Exception:  # code of the model's authors: some have no cache that works
         return False
