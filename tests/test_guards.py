@@ -213,14 +213,6 @@ def test_text_page_begins_with_samples_that_show_what_was_asked_and_answered(wat
             assert any(line.startswith(f"    {part}") for line in lines), lines
 
 
-def test_best_and_worst_sample_are_those_of_the_step(watch):
-    looking = watch()
-    looking(10, *step_of([0.1, 0.0, 1.0, 0.5]))
-    logged = looking.run.logged
-    assert "prompt: p1\n    response: t2\n    reward: 1" in logged["samples/best"]
-    assert "prompt: p0\n    response: t1\n    reward: 0" in logged["samples/worst"]
-
-
 def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path):
     given = settings(checkpoint, tmp_path, use_kl_penalty=True, n_train_steps=3, eval_every=1)
     watched = scalars(starter.main(**given)["run_folder"])

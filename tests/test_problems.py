@@ -48,10 +48,8 @@ def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on()
 
 
 def test_countdown_refuses_more_held_out_problems_than_there_are():
-    with pytest.raises(InputError, match="n_eval_problems = 40: only .* were found; use") as error:
+    with pytest.raises(InputError, match="n_eval_problems = 40: only .* were found; use"):
         tasks.make_countdown(40, True, 0, n_numbers=(2,), max_number=2)
-    n = int(str(error.value).split("= ")[-1].split()[0])
-    assert 1 < len(tasks.make_countdown(n, True, 0, n_numbers=(2,), max_number=2)) == n
 
 
 def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
@@ -169,11 +167,6 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
     assert str(error.value).startswith(f"{path} line 2") and len(str(error.value)) < 400
 
 
-def test_answers_of_many_words_are_said(tmp_path, capsys):
-    tasks.read_problems(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "x " * 60}]))
-    assert "some answers have more than 100 characters" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "content, message",
     [(b"\x1f\x8b\x08\x00", "is no text in UTF-8 .*; unpack the file"), (b"\n \n", "has no lines")],
@@ -230,12 +223,10 @@ def test_dataset_gives_its_train_split_and_another_that_is_named(monkeypatch, ca
     assert asked[-1] == ("a/b", None)
 
 
-def test_mistake_in_a_dataset_is_named(monkeypatch):
-    put_datasets(monkeypatch, train=ROWS, test=[{"text": "a"}])
+def test_split_that_is_not_there_gets_the_nearest(monkeypatch):
+    put_datasets(monkeypatch, train=ROWS, test=ROWS)
     with pytest.raises(InputError, match="split of 'a/b' = 'tets' is not known; did you mean 'tes"):
         tasks.read_problems("a/b::tets")
-    with pytest.raises(InputError, match=r"a/b, test row 0 has the keys \['text'\], and no 'prom"):
-        tasks.read_problems("a/b::test")
 
 
 def test_dataset_without_a_network_or_the_library_costs_one_sentence(monkeypatch):
