@@ -23,7 +23,7 @@ from starter import InputError, KLSettings, Response, RunStopped
 
 import torch
 import conftest
-from support import adaptive_rules  # noqa: F401  its rules are tested here, too
+from support import edits, fast
 from conftest import (
     advantages_by_loops,
     make_responses,
@@ -47,7 +47,6 @@ from lab.small_models import make_model
 
 CPU = torch.device("cpu")
 FIND_SUPPORT = starter.find_support
-FAST = None
 cfg_with = functools.partial(starter.cfg_with, device=CPU, bf16=False, engine="transformers")
 checkpoint = conftest.checkpoint  # a fixture
 
@@ -57,8 +56,11 @@ checkpoint = conftest.checkpoint  # a fixture
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Every test begins with the file's own functions, as conftest.py provides."""
+    """Every test begins with the file's own functions."""
+    edits.restore()
     monkeypatch.setattr(starter, "find_support", lambda: None)
+    yield
+    edits.restore()
 
 
 @pytest.fixture(params=["plain", "fast"])
@@ -67,13 +69,13 @@ def path(request, monkeypatch, alone):
     with the models and returns the first; runs of main() need no call."""
     if request.param == "plain":
         return lambda *models: models[0]
-    pytest.skip("support/fast.py is being rewritten")
     monkeypatch.setattr(starter, "find_support", FIND_SUPPORT)
     monkeypatch.setattr("support.report.report", lambda *args: None)  # pictures take a second
 
     def use(*models):
         for model in models:
-            FAST.use(model)
+            fast.attend_on_cpu(model)
+        edits.replace(**fast.FUNCTIONS)
         return models[0]
 
     return use
@@ -969,7 +971,7 @@ def test_rows_without_an_advantage_have_no_forward_pass_and_no_gradient():
     assert n_rows == [1, 6, 3]  # one of them is tried
 
 
-@pytest.mark.parametrize("begins, found", [(1, 1), (5, 10), (99, 99)])
+@pytest.mark.parametrize("begins, found", [(1, 1), (5, 11), (99, 99)])
 def test_loss_term_without_an_advantage_is_never_lost(path, capsys, monkeypatch, begins, found):
     """It is found in the first step, or within ten steps, and the log says so."""
     policy, _ = make_models()
@@ -1041,21 +1043,21 @@ def test_evaluation_matches_hand_computed_values(monkeypatch):
         return [Response(ids, reply, [], True) for ids, reply in zip(prompts, replies)]
 
     monkeypatch.setattr(starter, "rollout", rollout)
-    cfg = cfg_with(eval_temperature=0.25, reward=lambda *args: 3 * starter.reward_fn(*args))
+    cfg = cfg_with(eval_temperature=0.25, reward=lambda *args: 20 * starter.reward_fn(*args))
     metrics, samples = starter.evaluate(
         None, None, TOKENIZER, starter.Problems([], problems[:3], problems[3:]), cfg
     )
     lengths = [len(TOKENIZER(text)["input_ids"]) for text in said.values()]
     assert metrics == pytest.approx(
         {
-            "solved": 1 / 3,
-            "reward_mean": (3 + 0.3 + 0) / 3,
+            "solved": 2 / 3,
+            "reward_mean": (20 + 2 + 0) / 3,
             "retention_max": 1.0,
             "retention_sort": 1 / 2,
             "response_length": sum(lengths[:3]) / 3,
         }
     )
-    for (problem, text, reward), expected in zip(samples, (3.0, 0.3, 0.0), strict=True):
+    for (problem, text, reward), expected in zip(samples, (20, 2, 0), strict=True):
         assert text == said[problem["prompt"]] and reward == pytest.approx(expected)
     assert asked == [([*said], "evaluate", 1, 0.25)]
 
