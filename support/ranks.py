@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import starter
-from support import edits
+from support import checkpoints, edits
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -40,6 +40,7 @@ def join(run):
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST_WAIT)
         atexit.register(leave)
+    checkpoints.attach()  # so that a run may go on with another number of processes
     run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
 
