@@ -33,7 +33,6 @@ def run(folder, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="without a rule the KLController's step is lost at a resume")
 def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
     given = crash_test.SETTINGS | {"model_id": str(checkpoint), "kl_adaptation_method": "none"}
     killed, whole = (given | {"out_dir": str(alone / name / "runs")} for name in "ab")

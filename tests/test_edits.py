@@ -75,10 +75,10 @@ def with_entropy_bonus(x, weight=lambda a: 1.0):
 
 
 def with_entropy_bonus_from_step_5(x):
-    """From step 10 on it also counts for rows without an advantage, unless there are no others."""
+    """From step 11 on it also counts for rows without an advantage, unless there are no others."""
     if x.step < 5:
         return policy_loss(x)
-    return with_entropy_bonus(x, lambda a: a != 0 or x.step >= 10 or not any(x.advantages))
+    return with_entropy_bonus(x, lambda a: a != 0 or x.step >= 11 or not any(x.advantages))
 
 
 def with_z_loss(x):
@@ -98,11 +98,11 @@ def often_equal(text, problem):
     return 0.5 if int(problem["answer"]) % 2 else variety(text, problem)
 
 
-class Variety:
+class ZeroCount:
     """A reward that is an object."""
 
     def __call__(self, text, problem):
-        return variety(text, problem)
+        return text.count("0")
 
 
 def above_the_batch(rewards):
@@ -301,7 +301,12 @@ longest = max(len(response.response_ids) for response in responses)
         settings=dict(reward=None),
         check=zeros_earn_but_not_in_other_skills,
     ),
-    reward_that_is_an_object=Edit({}, settings=dict(reward=Variety()), places=0),
+    reward_that_is_an_object=Edit(
+        {},
+        settings=dict(reward=ZeroCount()),
+        check=zeros_earn_but_not_in_other_skills,
+        places=0,
+    ),
     new_average=Edit(
         {
             "AVERAGES = {": """\
@@ -332,7 +337,7 @@ AVERAGES = {
         },
         with_entropy_bonus_from_step_5,
         dict(reward=often_equal, n_train_steps=11),
-        says="step 10: rows without an advantage are left out: False",
+        says="step 11: rows without an advantage are left out: False",
         places=2,
     ),
     own_baseline=Edit(
@@ -395,8 +400,9 @@ def train(checkpoint, folder, **changes):
     starter = import_copy(folder)
     starter.test_functions()
     if (folder / "support").is_dir():
-        starter.find_support().report = lambda *args: None  # its pictures take a second
-    steps = []
+        starter.find_support()
+        sys.modules["support.report"].report = mock.Mock()  # its pictures take a second
+    steps = [SimpleNamespace()]  # what support/ tries before the first one
     real = SimpleNamespace(**vars(starter))
 
     def advantages(rewards, *others):
@@ -420,7 +426,7 @@ def train(checkpoint, folder, **changes):
     given["reward"] = given["reward"] or starter.reward_fn
     logged = scalars(starter.main(**given)["run_folder"])
     logged = {tag: list(values.values()) for tag, values in logged.items()}
-    return SimpleNamespace(logged=logged, steps=steps)
+    return SimpleNamespace(logged=logged, steps=steps[1:])
 
 
 def logits_of(model, weights, responses):
@@ -527,7 +533,8 @@ def run_with_seams_edited(checkpoint, folder):
     lines = edited_text({}).splitlines(keepends=True)
     names = []
     for node in reversed(ast.parse("".join(lines)).body):
-        if isinstance(node, ast.FunctionDef) and "support/ replaces" in ast.get_docstring(node):
+        is_function = isinstance(node, ast.FunctionDef)
+        if is_function and "support/ replaces" in (ast.get_docstring(node) or ""):
             names.append(node.name)
             lines.insert(node.body[1].lineno - 1, f"    EDITED.add({node.name!r})\n")
     lines.insert(lines.index("import argparse\n"), "EDITED = set()\n")
