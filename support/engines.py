@@ -21,11 +21,11 @@ class RoundingHead(starter.Float32Head):
     """Under autocast it rounds inputs and weights to bf16, as vLLM does, but not the sums."""
 
     def forward(self, hidden):
-        dtype, weight = self.weight.dtype, self.weight
+        weight = self.weight
         if torch.is_autocast_enabled(hidden.device.type):
-            hidden, weight = hidden.bfloat16(), weight.bfloat16()
+            hidden, weight = hidden.bfloat16(), weight.bfloat16().float()
         with torch.autocast(hidden.device.type, enabled=False):
-            return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), self.bias)
+            return torch.nn.functional.linear(hidden.float(), weight, self.bias)
 
 
 def attach():

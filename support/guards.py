@@ -4,7 +4,6 @@ signs of trouble, and ends the run after Ctrl-C. Nothing here enters a sample, a
 
 import math
 import signal
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from support import ranks, report
 
 try:
     import fcntl
-    import resource
-except ImportError:  # Windows: no lock, and no number for the memory
-    fcntl = resource = None
+except ImportError:  # Windows: no lock
+    fcntl = None
 
 MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
-SAMPLES_EVERY = 10  # steps between the best and worst samples in TensorBoard
 LOCKS = []  # the open lock file of this process's run: the lock lasts as long as that is open
 HANDLERS = {}  # number of a signal: what handled it before the run
 
@@ -69,16 +66,6 @@ def put_handlers_back():
         HANDLERS.clear()
 
 
-def peak_memory_gb():
-    """Returns the most memory used so far: the GPU's where torch uses one, else this process's."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
-    if resource is None:
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
 class Guards:
     """Called after each step with its metrics and (problems, texts, rewards, responses), and after
     each evaluation with its metrics and [(problem, text, reward)]. What must survive a resume is
@@ -116,7 +103,7 @@ class Guards:
         else:
             self.run.stop = max(ranks.gather([self.signal]))  # all processes end together
             update_state(step, metrics, samples, state)
-            self.log_step(step, metrics, samples)
+            self.log_step(step, metrics)
             signs = step_signs(step, metrics, samples, state, cfg)
         warned = state.setdefault("warned", [])
         for sign, text in signs.items():
@@ -124,42 +111,34 @@ class Guards:
                 print(f"Warning: {text}", flush=True)
                 warned.append(sign)
 
-    def log_text(self, name, problem, text, reward, step):
-        """A sample for TensorBoard, indented so that nothing in it is taken for markup."""
-        gold = problem.get("answer", problem.get("target", "none given"))
-        sample = f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
-        if self.run.writes_files:
-            sample = textwrap.indent(f"{sample}expected answer: {gold}", "    ")
-            self.run.writer.add_text(f"samples/{name}", sample, step)
-
     def log_evaluation(self, step, metrics, samples):
         numbers = {"0_headline/solved": metrics["solved"]}
         skills = [value for name, value in metrics.items() if name.startswith("retention_")]
         if skills:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
         self.run.log("eval", numbers, step)
-        for i, sample in enumerate(samples[:3]):
-            self.log_text(f"held_out_{i}", *sample, step)
+        for i, (problem, text, reward) in enumerate(samples[:3]):
+            gold = problem.get("answer", problem.get("target", "none given"))
+            sample = f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
+            if self.run.writes_files:  # indented, so that nothing in it is taken for markup
+                sample = textwrap.indent(f"{sample}expected answer: {gold}", "    ")
+                self.run.writer.add_text(f"samples/held_out_{i}", sample, step)
 
-    def log_step(self, step, metrics, samples):
-        problems, texts, rewards, _ = samples
+    def log_step(self, step, metrics):
         length, seconds = metrics["response_length"], metrics["time/total"]
         numbers = {
             "0_headline/reward": metrics["reward_mean"],
             "0_headline/response_length": length,
-            "tokens_per_s": length * len(texts) / seconds,
+            "tokens_per_s": length * self.run.cfg.rollout_batch_size / seconds,
             "skipped_steps": len(self.run.state["skipped"]),
-            "mem/peak_gb": peak_memory_gb(),
         }
+        if torch.cuda.is_initialized():
+            numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if "kl_per_token" in metrics:
             numbers["0_headline/kl_per_token"] = metrics["kl_per_token"]
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
             numbers["adaptive_kl/raw_kl"] = metrics["kl_penalty"]
         self.run.log("train", numbers, step)
-        if step == 1 or step % SAMPLES_EVERY == 0:
-            for name, i in (("best", rewards.argmax().item()), ("worst", rewards.argmin().item())):
-                problem = problems[i * len(problems) // len(texts)]
-                self.log_text(name, problem, texts[i], rewards[i].item(), step)
         minutes = (self.run.cfg.n_train_steps - step) * seconds / 60
         if step == 2 and minutes > 1:  # the first one is slower
             print(f"about {minutes:.0f} min to go, without evaluations", flush=True)
@@ -247,11 +226,6 @@ def step_signs(step, metrics, samples, state, cfg):
         )
     if kl > 0.2:
         signs["drift"] = f"KL is {kl:.2f} nats per token: the policy drifts; raise kl_coef"
-    elif kl < 0.01 and not has_learnt and step > max(20, cfg.n_train_steps / 4):
-        signs["stuck"] = (
-            f"KL is {kl:.4f} nats per token, and the reward has not risen: nothing is learnt; "
-            "lower kl_coef or raise learning_rate"
-        )
     return signs
 
 

@@ -157,11 +157,9 @@ def new_figure(*titles):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2, 2.8 * len(titles)), dpi=110, layout="constrained")
-    panels = figure.subplots(len(titles), squeeze=False)[:, 0]
-    for panel, title in zip(panels, titles):
-        panel.set_title(title)
-        panel.grid(alpha=0.3)
-    return figure, panels
+    for i, title in enumerate(titles, 1):
+        figure.add_subplot(len(titles), 1, i, title=title)
+    return figure, figure.axes
 
 
 def draw_curve(folder):
@@ -169,31 +167,26 @@ def draw_curve(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    figure, (upper, lower) = new_figure("reward and held-out problems", "KL, nats per token")
     drawn = re.compile("train/reward_mean|eval/(solved|retention_.*)|train/kl_per_token")
-    tags = [tag for tag in log.Tags()["scalars"] if drawn.fullmatch(tag)]
-    titles = ["reward and held-out problems"]
-    if "train/kl_per_token" in tags:
-        titles.append("KL(policy || reference), nats per token")
-    figure, panels = new_figure(*titles)
-    for tag in tags:
-        panel = panels[-1] if "kl" in tag else panels[0]
+    for tag in filter(drawn.fullmatch, log.Tags()["scalars"]):
+        panel = lower if "kl" in tag else upper
         events = log.Scalars(tag)
         steps, values = [event.step for event in events], [event.value for event in events]
         panel.plot(steps, values, ".-", label=tag.partition("/")[2].removeprefix("retention_"))
-    panels[0].legend(fontsize=8)
-    panels[-1].set_xlabel("step")
+    upper.legend(fontsize=8)
+    lower.set_xlabel("step")
     return figure
 
 
 def draw_kl(tables):
     """The mean KL at each place in the response, and the tokens to which most of the KL belongs."""
-    figure, (upper, lower) = new_figure("nats per token, by place", "share of KL, by token")
+    figure, (upper, lower) = new_figure("nats per token, by place", "nats, by token")
     places = tables["position"]
     upper.bar(places.keys(), [nats / n for nats, n in places.values()], color="C3")
-    tokens = sorted(tables["token"].items(), key=lambda item: -item[1][0])
-    total = max(sum(nats for _, (nats, _) in tokens), 1e-12)
-    names = [repr(name.partition(" ")[2]).replace("$", r"\$") for name, _ in tokens[:10]]
-    lower.barh(range(len(names)), [nats / total for _, (nats, _) in tokens[:10]], color="C3")
+    by_nats = sorted(tables["token"], key=lambda name: -tables["token"][name][0])[:10]
+    names = [repr(name.partition(" ")[2]).replace("$", r"\$") for name in by_nats]
+    lower.barh(range(len(names)), [tables["token"][name][0] for name in by_nats], color="C3")
     lower.set_yticks(range(len(names)), names)
     lower.invert_yaxis()
     return figure

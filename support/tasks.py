@@ -270,27 +270,26 @@ def rows_of_hub(name, configuration, split):
 def check_chat(chat, where):
     """Raises InputError where a list is no chat."""
     for message in chat:
-        if not (isinstance(message, dict) and isinstance(message.get("content"), str)):
+        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_message or message.get("role") not in ROLES:
             raise InputError(
-                f"{where} has the chat message {message!r:.80}; give it a 'role' and a text under "
-                "'content'"
+                f"{where} has the chat message {message!r:.80}; give it a text under 'content' and "
+                f"a 'role' of {ROLES}"
             )
-        rules.check_known(f"{where}: the role", message.get("role"), ROLES)
     if all(message["role"] != "user" for message in chat):
         raise InputError(f"{where} has a chat without a user's message; add one")
 
 
 def column(row, names, types, where):
     """Returns the first of these keys that a row has, and what stands there."""
-    for key in names:
-        if key in row:
-            break
-    else:
-        raise InputError(f"{where} has the keys {[*row]}, and no {names[0]!r}; rename or add one")
-    value = row[key]
+    key = next((name for name in names if name in row), names[0])
+    value = row.get(key)
     if type(value) not in types or value == [] or not str(value).strip() or value != value:
         other = "chat messages" if list in types else "a number"
-        raise InputError(f"{where} has {value!r:.80} under {key!r}; give a text or {other}")
+        raise InputError(
+            f"{where}, with the keys {[*row]}, has {value!r:.80} under {key!r}; give a text or "
+            f"{other}"
+        )
     return key, value
 
 
@@ -325,10 +324,5 @@ def as_problem(row, where, notes):
         raise InputError(
             f"{where} has {last_number!r:.80} under 'last_number' and {answer!r:.80} under "
             f"{key!r}; write true and a number, or leave last_number out"
-        )
-    if len(final) > 100:
-        notes.add(
-            "some answers have more than 100 characters, which hardly any response will equal: "
-            "give a reward of your own"
         )
     return {**row, "prompt": prompt, "answer": final}

@@ -133,7 +133,7 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(problems, indent=1))
     assert tasks.read_problems(tmp_path / "a.json") == problems
     (tmp_path / "a.csv").write_text("prompt,answer\n1\n")
-    with pytest.raises(InputError, match="a.csv row 1 has None under 'answer'"):
+    with pytest.raises(InputError, match="a.csv row 1, .* has None under 'answer'"):
         tasks.read_problems(tmp_path / "a.csv")
 
 
@@ -144,19 +144,22 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
         (b"[" * 100_000, r"line 2 is not JSON \(.*recursion"),
         (b'{"prompt": "caf\xe9", "answer": "1"}', r"line 2 is no text in UTF-8 \(byte 0xe9\)"),
         (b'["prompt", "answer"]', r"line 2 is \['prompt', 'answer'\]; write an object"),
-        (b'{"prompt": "a", "Answer": 1}', r"the keys \['prompt', 'Answer'\], and no 'answer'"),
-        (b'{"prompt": "a", "answer": null}', "line 2 has None under 'answer'"),
-        (b'{"question": 3, "answer": 1}', "line 2 has 3 under 'question'; give a text or chat"),
-        (b'{"prompt": " ", "answer": "1"}', "line 2 has ' ' under 'prompt'"),
-        (b'{"prompt": "a", "answer": NaN}', "line 2 has nan under 'answer'"),
+        (
+            b'{"prompt": "a", "Answer": 1}',
+            r"with the keys \['prompt', 'Answer'\], has None under 'answer'",
+        ),
+        (b'{"prompt": "a", "answer": null}', "has None under 'answer'"),
+        (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text or chat"),
+        (b'{"prompt": " ", "answer": "1"}', "has ' ' under 'prompt'"),
+        (b'{"prompt": "a", "answer": NaN}', "has nan under 'answer'"),
         (b'{"prompt": "a", "answer": "7", "last_number": 0}', "2 has 0 under 'last_number'"),
         (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "and '7 apples' under"),
-        (b'{"prompt": "a", "answer": "5 ####"}', "line 2 has '5 ####' under 'answer'; write what"),
+        (b'{"prompt": "a", "answer": "5 ####"}', "has '5 ####' under 'answer'; write what"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
         (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}', "user's message; add"),
-        (b'{"prompt": [], "answer": "1"}', r"line 2 has \[\] under 'prompt'"),
-        (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "give it a 'role'"),
-        (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "'human' is not known"),
+        (b'{"prompt": [], "answer": "1"}', r"has \[\] under 'prompt'"),
+        (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
+        (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
     ],
 )
 def test_mistake_in_a_line_is_named(tmp_path, line, message):
