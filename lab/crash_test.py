@@ -138,7 +138,7 @@ def outcome(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (run_folder,) = (path.parent for path in folder.glob("runs/*/settings.json"))
-    files = [*run_folder.glob("model/*.safetensors"), *run_folder.glob("kl_by_token.json")]
+    files = [*run_folder.glob("model/*.safetensors")]
     saved = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     logged = {}
 

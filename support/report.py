@@ -1,7 +1,6 @@
 """What is said and drawn of a finished run of starter.py. Nothing here changes the model."""
 
 import importlib.util
-import json
 import math
 import re
 import shutil
@@ -15,10 +14,10 @@ from support import edits, ranks
 
 def report(result, policy, ref_model, llm, tokenizer, problems, run):
     """Adds "kl_per_token" and "kl_per_sequence" to the result. Prints what training has changed.
-    Writes report.txt, kl_by_token.json and pictures into the run's folder."""
+    Writes report.txt and a picture of the curves into the run's folder."""
     cfg, state, n = run.cfg, run.state, len(problems.held_out)
     fault = fault_of_saved_model(policy, problems.held_out, run)
-    nats, places, tokens = measure_kl(policy, ref_model, llm, problems.held_out, cfg)
+    nats = measure_kl(policy, ref_model, llm, problems.held_out, cfg)
     result["kl_per_token"] = nats.mean().item()
     result["kl_per_sequence"] = nats.sum().item() / n
     if not run.writes_files:
@@ -37,15 +36,11 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
         f"{result['kl_per_token']:z.3f} nats per token, "
         f"{result['kl_per_sequence']:z.2f} nats per response"
     )
-    of_ids = table_of(tokens, nats)
-    of_tokens = {f"{i} {tokenizer.decode([i])}": sums for i, sums in of_ids.items()}
-    tables = {"position": table_of(places, nats), "token": of_tokens}
-    (run.folder / "kl_by_token.json").write_text(json.dumps(tables), "utf-8")
     skills = Path(cfg.model_id) / "retention.jsonl"
     if skills.is_file():  # for whoever trains the saved model further
         shutil.copy(skills, run.folder / "model")
     log_hparams(result, run)
-    lines.append(draw(tables, run))
+    lines.append(draw(run))
     print("\n".join(lines), flush=True)
     (run.folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
     if fault:
@@ -86,8 +81,8 @@ def fault_of_saved_model(policy, problems, run):
 
 @torch.no_grad()
 def measure_kl(policy, ref_model, llm, problems, cfg):
-    """Samples a response to each problem. Returns (3, N): the exact KL(policy || start) at each
-    token in nats, the token's place in its response, and its id."""
+    """Samples a response to each problem. Returns (N,) the exact KL(policy || start) at each token
+    in nats."""
     prompts = [problem["prompt_ids"] for problem in problems]
     responses = starter.rollout(policy, llm, prompts, cfg, "measure_kl", 1, cfg.temperature)
     if ref_model is None:
@@ -98,20 +93,8 @@ def measure_kl(policy, ref_model, llm, problems, cfg):
     for rows in edits.own("cut_microbatches")(batch, cfg.max_tokens_per_microbatch):
         mask = rows["response_mask"]
         stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
-        places = mask.cumsum(dim=1)[mask] - 1
-        columns = [stats["kl_per_token"][mask].double(), places, rows["labels"][mask]]
-        measured.append(torch.stack(columns))
-    return torch.cat(measured, dim=1).cpu()
-
-
-def table_of(keys, nats):
-    """(N,) keys of tokens and their KL -> {key: [nats, number of tokens]}."""
-    table = {}
-    for key, kl in zip(keys.int().tolist(), nats.tolist()):
-        sums = table.setdefault(key, [0.0, 0])
-        sums[0] += kl
-        sums[1] += 1
-    return table
+        measured.append(stats["kl_per_token"][mask])
+    return torch.cat(measured)
 
 
 def wilson_interval(share, n):
@@ -140,34 +123,28 @@ def log_hparams(result, run):
         run.log("eval", {"0_headline/kl_per_token": result["kl_per_token"]}, run.state["step"])
 
 
-def draw(tables, run):
-    """Puts kl.png and curve.png into the run's folder and log. Returns a line for the report."""
+def draw(run):
+    """Puts curve.png into the run's folder and log. Returns a line for the report."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "no pictures: matplotlib is not installed"
+        return "no picture: matplotlib is not installed"
     run.writer.flush()
-    for name, figure in (("kl", draw_kl(tables)), ("curve", draw_curve(run.folder))):
-        figure.savefig(run.folder / f"{name}.png")
-        run.writer.add_figure(f"pictures/{name}", figure, run.state["step"], close=False)
-    return "pictures: curve.png and kl.png in the run's folder"
-
-
-def new_figure(*titles):
-    """Returns a figure and its panels, one below the other, so narrow that TensorBoard's grid does
-    not shrink it. No window is opened."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2, 2.8 * len(titles)), dpi=110, layout="constrained")
-    for i, title in enumerate(titles, 1):
-        figure.add_subplot(len(titles), 1, i, title=title)
-    return figure, figure.axes
+    figure = draw_curve(run.folder)
+    figure.savefig(run.folder / "curve.png")
+    run.writer.add_figure("pictures/curve", figure, run.state["step"], close=False)
+    return "picture: curve.png in the run's folder"
 
 
 def draw_curve(folder):
-    """The reward of the steps, the shares solved in evaluations, and the KL if it was measured."""
+    """The reward of the steps, the shares solved in evaluations, and the KL if it was measured. The
+    figure is so narrow that TensorBoard's grid does not shrink it, and opens no window."""
+    from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    figure, (upper, lower) = new_figure("reward and held-out problems", "KL, nats per token")
+    figure = Figure(figsize=(4.2, 5.6), dpi=110, layout="constrained")
+    upper, lower = figure.subplots(2)
+    upper.set_title("reward and held-out problems")
+    lower.set_title("KL, nats per token")
     drawn = re.compile("train/reward_mean|eval/(solved|retention_.*)|train/kl_per_token")
     for tag in filter(drawn.fullmatch, log.Tags()["scalars"]):
         panel = lower if "kl" in tag else upper
@@ -176,17 +153,4 @@ def draw_curve(folder):
         panel.plot(steps, values, ".-", label=tag.partition("/")[2].removeprefix("retention_"))
     upper.legend(fontsize=8)
     lower.set_xlabel("step")
-    return figure
-
-
-def draw_kl(tables):
-    """The mean KL at each place in the response, and the tokens to which most of the KL belongs."""
-    figure, (upper, lower) = new_figure("nats per token, by place", "nats, by token")
-    places = tables["position"]
-    upper.bar(places.keys(), [nats / n for nats, n in places.values()], color="C3")
-    by_nats = sorted(tables["token"], key=lambda name: -tables["token"][name][0])[:10]
-    names = [repr(name.partition(" ")[2]).replace("$", r"\$") for name in by_nats]
-    lower.barh(range(len(names)), [tables["token"][name][0] for name in by_nats], color="C3")
-    lower.set_yticks(range(len(names)), names)
-    lower.invert_yaxis()
     return figure
