@@ -1,309 +1,145 @@
 """Faster mechanics for starter.py on one process, with the numbers of its plain ones.
 
-* A prompt is computed and held once, however many responses follow it: while sampling (decode)
-  and while learning (token_statistics).
-* The key-value cache is written in place; transformers' own is copied for every token.
+* A prompt is read once, however many responses follow it: while sampling (next_logits) and, on a
+  CPU, while learning (token_statistics).
 * Logits are made for some tokens at a time, and again in the backward pass; starter.py computes
   the statistics from them.
 * On a CPU short rows are attended to without torch's fused kernel, which is slow there.
 
 attach() compares all of this with the plain functions, values and gradients, for the model that was
-loaded, and leaves them in place where it does not fit. On a GPU the model itself runs as in
-starter.py, where its own attention is fast, and only the logits and the sampler are those of this
-file.
+loaded, and leaves them in place where it does not fit. On a GPU the layers run as in starter.py
+while learning.
 """
+
 import contextlib
-import ctypes
 import functools
-import inspect
-import math
 import random
-import sys
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, DynamicLayer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
 from support import edits
 
-# 1. The prompts of a batch, each once
 
-def split_rows(rows):
-    """rows: (B, W) input_ids, response_mask -> (B, L) prompts, padded on the right with -1; (B, T)
-    what follows them, padded on the right with 0; (B, T) True where the mask is. A prompt's last
-    token is the first that follows, since its output is the first that is scored."""
-    mask = rows["response_mask"]
-    ids = rows["input_ids"]
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    first = mask.int().argmax(dim=1, keepdim=True)  # 0 in a row without a response
-    last = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
-    length = int((last - first).max()) + 1
-    places = first + torch.arange(length, device=mask.device)
-    inside = places <= last
-    places = places.clamp(max=mask.shape[1] - 1)
-    before = columns[:int(first.max())]
-    prompts = torch.where(before < first, ids[:, :len(before)], -1)
-    input_ids = torch.where(inside, ids.gather(1, places), 0)
-    return prompts, input_ids, mask.gather(1, places) & inside
+class Misfit(Exception):
+    """Why this file does not run a model."""
 
 
-def hidden_after_prompts(model, prompts, input_ids):
-    """(B, L) prompts padded on the right with -1, (B, T) ids that follow them -> (B, T, H) last
-    hidden states. A prompt that rows have in common is read once, in one row with all that
-    follows; attention() keeps the parts of that row apart."""
-    n, length = input_ids.shape
-    device = input_ids.device
+# --------------------------------------------------------------------------------------------------
+# 1. Prompts, each read once.
+
+
+def read_prompts(model, prompts):
+    """(B, L) prompts, padded on the right with -1 -> (B, H) hidden states of their last tokens, and
+    a cache of keys and values with B rows. Equal prompts are read once."""
     distinct, which = prompts.unique(dim=0, return_inverse=True)  # (P, L), (B,)
-    in_prompt = (prompts >= 0)[:, None, None].expand(-1, 1, length, -1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    mask = added(torch.cat([in_prompt, causal.expand(n, 1, -1, -1)], dim=3), compute_dtype(model))
-    after = (prompts >= 0).sum(dim=1, keepdim=True) + torch.arange(length, device=device)
-    of_prompts = torch.arange(prompts.shape[1], device=device).expand(len(distinct), -1)
-    ids = torch.cat([distinct.clamp(min=0).flatten(), input_ids.flatten()])[None]
-    positions = torch.cat([of_prompts.flatten(), after.flatten()])[None]
-    out = model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask,
-                           use_cache=False, responses_of=which)
-    return out.last_hidden_state[0, distinct.numel():].view(n, length, -1)
+    outputs = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
+    cache = outputs.past_key_values
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise Misfit("it has layers that do not look back without end")
+    last = (distinct >= 0).sum(dim=1) - 1
+    rows = torch.arange(len(distinct), device=prompts.device)
+    cache.batch_select_indices(which)
+    return outputs.last_hidden_state[rows, last][which], cache
 
 
-def hidden_states(model, rows, bf16=False):
-    """(B, T) input_ids, response_mask -> (N, H) last hidden states at the N positions of the mask,
-    row after row."""
+def read_on(model, ids, n, cache):
+    """(B, K) ids, of which the cache holds all but the last n -> (B, n, H) last hidden states. An
+    id of -1, between a prompt and what follows it, is no token: nothing looks there."""
+    is_token = ids >= 0
+    positions = is_token.cumsum(dim=1) - 1
+    outputs = model.base_model(
+        input_ids=ids[:, -n:],
+        attention_mask=is_token,
+        position_ids=positions[:, -n:],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return outputs.last_hidden_state
+
+
+def prompts_apart(rows):
+    """rows: (B, W) input_ids, response_mask -> (B, L) prompts, padded on the right with -1; (B, T)
+    what follows them; (B, T) True where the mask is. A prompt's last token is the first that
+    follows, since its output is the first that is scored."""
+    ids = rows["input_ids"]
     mask = rows["response_mask"]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    first = mask.int().argmax(dim=1, keepdim=True)  # 0 in a row without a response
+    last = (mask * columns).amax(dim=1, keepdim=True)
+    n_prompt = first.max()
+    n_after = (last - first).max() + 1
+    prompts = torch.where(columns < first, ids, -1)[:, :n_prompt]
+    places = first + columns[:n_after]
+    ids_after = F.pad(ids, (0, n_after)).gather(1, places)
+    mask_after = F.pad(mask, (0, n_after)).gather(1, places)
+    return prompts, ids_after, mask_after
+
+
+def hidden_states(model, rows, bf16):
+    """-> (N, H) last hidden states at the N response tokens, row after row."""
+    mask = rows["response_mask"]
+    has_prompts = mask.int().argmax(dim=1).any()  # of two tokens and more
     with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-        if model.config._attn_implementation != "starter":
-            out = model.base_model(input_ids=rows["input_ids"], use_cache=False)
-            return out.last_hidden_state[mask]
-        prompts, input_ids, scored = split_rows(rows)
-        if prompts.shape[1]:
-            hidden = hidden_after_prompts(model, prompts, input_ids)
-        else:
-            hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0])
+        if mask.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
+            outputs = model.base_model(input_ids=rows["input_ids"], use_cache=False)
+            return outputs.last_hidden_state[mask]
+        prompts, ids, mask = prompts_apart(rows)
+        _, cache = read_prompts(model, prompts)
+        ids = torch.cat([prompts, ids], dim=1)
+        return read_on(model, ids, mask.shape[1], cache)[mask]
 
 
-# 2. Attention
-
-class Shared(NamedTuple):
-    """Keys or values while sampling: of P prompts, and of G responses to each so far."""
-    prompts: torch.Tensor  # (P, kv_heads, L, d)
-    responses: torch.Tensor  # (P, kv_heads, G, t, d)
-    mask: torch.Tensor  # (P, kv_heads, 1, L), added to the scores
-
-
-class SharedLayer(DynamicLayer):
-    """One layer's cache while sampling, written in place."""
-
-    def __init__(self, layer, mask, group_size, room):
-        super().__init__()
-        n_prompts, kv_heads, _, d = layer.keys.shape
-        # Under autocast norms leave float32.
-        self.prompts = layer.keys.to(mask.dtype), layer.values.to(mask.dtype)
-        self.keys, self.values = mask.new_empty(2, n_prompts, kv_heads, group_size, room, d)
-        self.mask = mask.expand(-1, kv_heads, -1, -1)
-        self.is_initialized = True
-        self.length = 0
-
-    def get_seq_length(self):
-        return self.prompts[0].shape[2] + self.length
-
-    def update(self, keys, values, *args, **kwargs):
-        n_prompts, _, group_size, _, _ = self.keys.shape
-        for own, new in ((self.keys, keys), (self.values, values)):  # new: (B, kv_heads, 1, d)
-            by_prompt = new[:, :, 0].unflatten(0, (n_prompts, group_size))
-            own[:, :, :, self.length] = by_prompt.transpose(1, 2)
-        self.length += 1
-        return tuple(Shared(prompts, own[:, :, :, :self.length], self.mask)
-                     for prompts, own in zip(self.prompts, (self.keys, self.values)))
-
-
-def softmax(scores):
-    """Over the last dimension, in float32 at least: a CPU takes four times as long in bf16."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=dtype).to(scores.dtype)
-
-
-def shared_attention(query, keys, values, scaling):
-    """(B, heads, 1, d) queries of one new token -> (B, 1, heads, d). The queries of a group meet
-    their prompt together."""
-    n_prompts, kv_heads, group_size, t, d = keys.responses.shape
-    length = keys.prompts.shape[2]
-    by_prompt = (n_prompts * kv_heads, -1)  # the same memory as matrices of both kinds
-    by_response = (n_prompts * kv_heads * group_size, -1)
-    query = (query * scaling).to(keys.responses.dtype)
-    query = query.view(n_prompts, group_size, kv_heads, -1, d).transpose(1, 2).contiguous()
-    with torch.autocast(query.device.type, enabled=False):  # the cache has the quickest dtype
-        to_prompts = torch.baddbmm(keys.mask.flatten(0, 1), query.view(*by_prompt, d),
-                                   keys.prompts.flatten(0, 1).mT)
-        to_responses = torch.bmm(query.view(*by_response, d), keys.responses.flatten(0, 2).mT)
-        scores = torch.cat([to_prompts, to_responses.view(*by_prompt, t)], dim=2)
-        to_prompts, to_responses = softmax(scores).split([length, t], dim=2)
-        out = torch.bmm(to_prompts, values.prompts.flatten(0, 1)).view(*by_response, d)
-        out = torch.baddbmm(out, to_responses.reshape(*by_response, t),
-                            values.responses.flatten(0, 2))
-    out = out.view(n_prompts, kv_heads, group_size, -1, d).transpose(1, 2)
-    return out.reshape(n_prompts * group_size, 1, -1, d)
-
-
-def added(allowed, dtype):
-    """True where a query may look -> what is added to its scores there: 0, else -1e30."""
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, -1e30)
-
+# --------------------------------------------------------------------------------------------------
+# 2. Attention on a CPU.
 
 # Largest T * K at which multiplying attention out was quicker than torch's fused kernel, forward
 # and backward, on two cores with AVX-512 and head sizes of 32 and 64.
-MULTIPLIED_OUT = {torch.bfloat16: 256 * 256, torch.float32: 128 * 144}
+MULTIPLIED_OUT = {torch.bfloat16: 65_536, torch.float32: 18_432}
 
 
-def packed_attention(module, query, key, value, mask, scaling, which):
-    """(1, heads, P * L + B * T, d), prompts before responses -> (1, P * L + B * T, heads, d).
-
-    which: (B,) the prompt of each response; mask: (B, 1, T, L + T) for the responses.
-    """
-    n, _, length, both_lengths = mask.shape
-    prompt_length = both_lengths - length
-
-    def unpacked(x):  # -> (P, heads, L, d), (B, heads, T, d)
-        prompts, responses = x[0].split([x.shape[2] - n * length, n * length], dim=1)
-        return (prompts.unflatten(1, (-1, prompt_length)).transpose(0, 1),
-                responses.unflatten(1, (n, length)).transpose(0, 1))
-
-    query_of_prompts, query_of_responses = unpacked(query)
-    keys_values = [unpacked(key.to(value.dtype)), unpacked(value)]
-    of_prompts = attention(module, query_of_prompts, *(prompts for prompts, _ in keys_values),
-                           None, scaling)[0]
-    keys_values = (torch.cat([prompts.index_select(0, which), own], dim=2)
-                   for prompts, own in keys_values)
-    of_responses = attention(module, query_of_responses, *keys_values, mask, scaling)[0]
-    return torch.cat([of_prompts.flatten(0, 1), of_responses.flatten(0, 1)])[None]
-
-
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-              responses_of=None, **kwargs):
-    """transformers' attention interface -> (B, T, heads, d), None.
-
-    attention_mask: (B, 1, T, K), added to the scores, or True where a query may look, or None:
-    causal. responses_of: which of packed_attention. On a CPU short rows are multiplied out: at 16
-    tokens torch's fused kernel with its backward pass takes twice as long in float32 there, and
-    ten times as long in bf16.
-    """
-    if isinstance(key, Shared):
-        return shared_attention(query, key, value, scaling), None
-    if responses_of is not None:
-        return packed_attention(module, query, key, value, attention_mask, scaling,
-                                responses_of), None
+def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """transformers' attention interface -> (B, T, heads, d), None. attention_mask: (B, 1, T, K),
+    True where a query may look, or None: causal. Short rows are multiplied out: at 16 tokens
+    torch's kernel takes twice as long in float32, and ten times as long in bf16."""
     n, heads, length, d = query.shape
     kv_heads, n_keys = key.shape[1:3]
-    short = length * n_keys <= MULTIPLIED_OUT.get(value.dtype, 0)
-    if query.device.type != "cpu" or not short or kwargs.get("position_bias") is not None:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask,
-                                               scaling=scaling, dropout=dropout, **kwargs)
+    if length * n_keys > MULTIPLIED_OUT.get(value.dtype, 0):
+        fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask is None:
         attention_mask = torch.ones(length, n_keys, dtype=torch.bool).tril(n_keys - length)
-    if attention_mask.dtype == torch.bool:
-        attention_mask = added(attention_mask, value.dtype)
     query = (query * scaling).to(value.dtype)
     scores = query.reshape(n, kv_heads, -1, d) @ key.to(value.dtype).mT
-    scores = scores.view(n, heads, length, n_keys).add_(attention_mask)
-    weights = softmax(scores).view(n, kv_heads, -1, n_keys)
-    return (weights @ value).view(n, heads, length, d).transpose(1, 2), None
+    scores = scores.view(n, heads, length, n_keys).masked_fill_(~attention_mask, -1e30)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)  # slow in bf16
+    out = weights.view(n, kv_heads, -1, n_keys) @ value
+    return out.view(n, heads, length, d).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("starter", attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register("starter", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def compute_dtype(model):
-    """Returns the dtype of queries and keys: autocast's where that is on, else the weights'."""
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+def attend_on_cpu(model):
+    """Gives a model on a CPU this attention in the place of torch's kernel."""
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("starter")
 
 
-# 3. Sampling
-
-def read_prompts(model, prompts, group_size, room):
-    """Lists of ids -> (P, H) last hidden state of each, a cache in which group_size responses to
-    each have room, and the position of their first token (B, 1)."""
-    device = model.device
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in prompts],
-                                          batch_first=True).to(device)
-    in_prompt = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-    out = model.base_model(input_ids=ids, use_cache=True)  # padding on the right needs no mask
-    # On a CPU bf16 takes up to four times as long as float32 for matrices as small as these.
-    dtype = torch.float32 if device.type == "cpu" else compute_dtype(model)
-    mask = added(in_prompt[:, None, None], dtype)
-    layers = [SharedLayer(layer, mask, group_size, room) for layer in out.past_key_values.layers]
-    last = out.last_hidden_state[torch.arange(len(ids), device=device), lengths - 1]
-    positions = lengths[:, None].repeat_interleave(group_size, dim=0)
-    return last, Cache(layers=layers), positions
-
-
-def group_size_of(prompts):
-    """The largest number G such that each prompt is repeated G times, or a multiple of it, in a
-    row."""
-    return math.gcd(*(len(list(equal)) for _, equal in groupby(prompts))) if prompts else 1
-
-
-def draw_from(probs, uniform, size=512):
-    """Like starter.draw_from. Looks first among blocks of tokens, then within one, since a running
-    sum over a vocabulary of 150,000 takes as long as the head."""
-    last = probs.shape[1] - 1
-    n_whole = probs.shape[1] // size
-    whole, rest = probs[:, :n_whole * size], probs[:, n_whole * size:]
-    blocks = [whole.unflatten(1, (n_whole, size)).sum(dim=2), rest.sum(dim=1, keepdim=True)]
-    ends = torch.cat(blocks, dim=1).cumsum(dim=1, dtype=torch.float64)
-    share = uniform * ends[:, -1:]
-    block = torch.searchsorted(ends, share, right=True).clamp(max=n_whole)
-    start = F.pad(ends, (1, 0)).gather(1, block)
-    tokens = block * size + torch.arange(size, device=probs.device)
-    inside = probs.gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, 0.0)
-    ends = start + inside.cumsum(dim=1, dtype=torch.float64)
-    share = share.minimum(ends[:, -1:].nextafter(start))  # the sum of the block was rounded
-    return block * size + torch.searchsorted(ends, share, right=True)
-
-
-def rows_to_decode(prompts, max_new_tokens):
-    """Like starter.rows_to_decode. Prompts of different lengths come together, since each is held
-    once and read without its responses."""
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    group_size = group_size_of(prompts)
-    n = max(1, starter.TOKENS_AT_ONCE // longest // group_size) * group_size
-    for start in range(0, len(prompts), n):
-        yield list(range(start, min(start + n, len(prompts))))
-
-
-def decode(policy, prompts, cfg):
-    """Like starter.decode: yields (B, V) logits of the next tokens, and is sent (B, 1) tokens."""
-    group_size = group_size_of(prompts)
-    own_attention = policy.config._attn_implementation
-    if own_attention != "starter":  # on a GPU, where the model learns with its own
-        policy.set_attn_implementation("starter")
-    try:
-        hidden, cache, positions = read_prompts(policy, prompts[::group_size], group_size,
-                                                cfg.max_new_tokens)
-        hidden = hidden.repeat_interleave(group_size, dim=0)  # (B, H)
-        while True:
-            tokens = yield logits_from(policy, hidden)
-            out = policy.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache)
-            hidden = out.last_hidden_state[:, -1]
-            positions = positions + 1
-    finally:
-        if own_attention != "starter":
-            policy.set_attn_implementation(own_attention)
-
-
-# 4. Statistics
+# --------------------------------------------------------------------------------------------------
+# 3. Logits.
 
 # Logits held at a time, and a few times that in the backward pass. Few large kernels are quick on a
 # GPU.
-LOGITS_AT_ONCE = {"cpu": 1 << 24, "gpu": 1 << 26}
+LOGITS_AT_ONCE = {"cpu": 16_777_216, "gpu": 67_108_864}
 
 
 @contextlib.contextmanager
@@ -312,33 +148,80 @@ def tensor_cores(bf16):
     matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside: TF32 would
     round positions. A choice of your own stays."""
     matmul = torch.backends.cuda.matmul
-    if not bf16 or matmul.fp32_precision != "none":
-        yield
-        return
-    matmul.fp32_precision = "tf32"
+    chosen = matmul.fp32_precision
+    if bf16 and chosen == "none":
+        matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
-        matmul.fp32_precision = "none"
+        matmul.fp32_precision = chosen
+
+
+class Hidden(BaseModelOutputWithPast):
+    """What a model's layers return, with nothing in it but the last hidden states."""
+
+    def __getattr__(self, name):
+        return None
 
 
 def logits_from(model, hidden):
-    """(N, H) last hidden states -> (N, V) logits, as the usual models make them. The comparison in
-    attach() finds out whether this one is usual."""
-    config = model.config.get_text_config()
+    """(N, H) last hidden states -> (N, V) logits, by the model's own code, which may scale or cap
+    them. It runs with these hidden states in the place of its layers."""
+    layers = model.base_model
+    outputs = Hidden(last_hidden_state=hidden[None])
+    layers.forward = lambda *args, **kwargs: outputs
+    try:
+        with tensor_cores(torch.is_autocast_enabled(hidden.device.type)):
+            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            return model(input_ids=ids).logits[0]
+    finally:
+        del layers.forward
 
-    def first_of(*names, default):
-        return next((value for name in names if (value := getattr(config, name, None))), default)
 
-    with tensor_cores(torch.is_autocast_enabled(hidden.device.type)):
-        logits = model.get_output_embeddings()(hidden)
-    scale = first_of("logit_scale", "lm_head_multiplier", default=1.0)
-    scale = scale / first_of("logits_scaling", default=1.0)
-    if scale != 1.0:
-        logits = logits * scale
-    cap = first_of("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap",
-                   default=None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+# --------------------------------------------------------------------------------------------------
+# 4. Sampling.
+
+TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
+
+
+def draw_from(probs, uniform, size=512):
+    """Like starter.draw_from. Looks first among blocks of tokens, then within one, since a running
+    sum over a vocabulary of 150,000 takes as long as the head."""
+    n_tokens = probs.shape[1]
+    if probs.device.type == "mps" or n_tokens <= size:
+        return edits.own("draw_from")(probs, uniform)
+    blocks = F.pad(probs, (0, -n_tokens % size)).unflatten(1, (-1, size))  # (B, n, size)
+    ends = blocks.sum(dim=2).cumsum(dim=1, dtype=torch.float64)
+    share = uniform * ends[:, -1:]
+    block = torch.searchsorted(ends, share, right=True).clamp(max=ends.shape[1] - 1)
+    start = F.pad(ends, (1, 0)).gather(1, block)
+    rows = torch.arange(len(probs), device=probs.device)
+    ends = start + blocks[rows, block[:, 0]].cumsum(dim=1, dtype=torch.float64)
+    share = share.minimum(ends[:, -1:].nextafter(start))  # the sum of the block was rounded
+    tokens = block * size + torch.searchsorted(ends, share, right=True)
+    return tokens.clamp(max=n_tokens - 1)
+
+
+def rows_to_decode(prompts, max_new_tokens):
+    """Like starter.rows_to_decode. Prompts of different lengths come together, since nothing looks
+    at the padding between them and their responses."""
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    n = max(1, TOKENS_AT_ONCE // longest)
+    rows = list(range(len(prompts)))
+    return [rows[start : start + n] for start in range(0, len(rows), n)]
+
+
+def next_logits(policy, ids, cache=None):
+    """Like starter.next_logits. Equal prompts are read once."""
+    if cache is None:
+        hidden, cache = read_prompts(policy, ids)
+    else:
+        hidden = read_on(policy, ids, 1, cache)[:, 0]
+    return logits_from(policy, hidden), cache
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Statistics.
 
 
 class Within:
@@ -359,211 +242,214 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, function, bf16, hidden, *parameters):
-        ctx.function, ctx.bf16 = function, bf16
+        ctx.function = function
+        ctx.bf16 = bf16
         ctx.save_for_backward(hidden, *parameters)
         ctx.set_materialize_grads(False)
-        return tuple(function(hidden))
+        return function(hidden)
 
     @staticmethod
     def backward(ctx, *gradients):
         hidden, *parameters = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            outputs = ctx.function(hidden)
-        asked = [(output, gradient) for output, gradient in zip(outputs, gradients)
-                 if output.requires_grad and gradient is not None]
-        outputs, gradients = zip(*asked)
+            stats = ctx.function(hidden)
+        used = []
+        for output, gradient in zip(stats, gradients):
+            if output.requires_grad and gradient is not None:
+                used.append((output, gradient))
+        outputs, gradients = zip(*used)
         with tensor_cores(ctx.bf16):
             return None, None, *torch.autograd.grad(outputs, [hidden, *parameters], gradients)
+
+
+def reference_of(ref_model, model, rows, bf16):
+    """-> a value for each response token, and a function that makes the reference's logits of it.
+    Another kind of model than the policy, such as two models in one, gives its logits itself."""
+    base = ref_model
+    context = contextlib.nullcontext
+    if isinstance(ref_model, Within):
+        base = ref_model.policy
+        context = ref_model.context
+    if type(base) is not type(model) or base.config != model.config:
+        return starter.response_logits(ref_model, rows, bf16), torch.nn.Identity()
+    with context(base):
+        return hidden_states(base, rows, bf16), functools.partial(logits_from, base)
 
 
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
     mask = rows["response_mask"]
+    device = mask.device
     labels = rows["labels"][mask]
-    ref_hidden = None
     if ref_model is not None:
-        is_policy = isinstance(ref_model, Within)
-        base = ref_model.policy if is_policy else ref_model
-        context = ref_model.context if is_policy else contextlib.nullcontext
-        with torch.no_grad(), context(base):
-            ref_hidden = hidden_states(base, rows, bf16)
-    hidden = hidden_states(model, rows, bf16)
+        with torch.no_grad():
+            ref_values, ref_head = reference_of(ref_model, model, rows, bf16)
+    names = []
 
-    def of_chunk(hidden, labels, ref_hidden):
+    def of_slice(some, hidden):
         ref_logits = None
-        with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-            if ref_hidden is not None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            if ref_model is not None:
                 with torch.no_grad():
-                    ref_logits = logits_from(base, ref_hidden)
+                    ref_logits = ref_head(ref_values[some])
             logits = logits_from(model, hidden)
-        return tuple(starter.statistics_of_logits(logits, labels, temperature, ref_logits))
+        stats = starter.statistics_of_logits(logits, labels[some], temperature, ref_logits)
+        names[:] = stats
+        return tuple(stats.values())
 
+    hidden = hidden_states(model, rows, bf16)
     head = model.get_output_embeddings()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    kind = "cpu" if mask.device.type == "cpu" else "gpu"
-    chunk = max(1, LOGITS_AT_ONCE[kind] // len(head.weight))
-    chunks = []
-    for start in range(0, max(1, len(labels)), chunk):
-        some = slice(start, start + chunk)
-        ref_some = None if ref_hidden is None else ref_hidden[some]
-        compute = functools.partial(of_chunk, labels=labels[some], ref_hidden=ref_some)
-        if len(labels) <= chunk or not torch.is_grad_enabled():
-            chunks.append(compute(hidden[some]))
-        else:
-            chunks.append(Recomputed.apply(compute, bf16, hidden[some], *learning))
-    zeros = torch.zeros(mask.shape, dtype=chunks[0][0].dtype, device=mask.device)
-    return starter.TokenStatistics(*(zeros.masked_scatter(mask, torch.cat(values))
-                                     for values in zip(*chunks)))
+    n = max(1, LOGITS_AT_ONCE["cpu" if device.type == "cpu" else "gpu"] // len(head.weight))
+    slices = []
+    for start in range(0, max(1, len(labels)), n):
+        some = slice(start, start + n)
+        function = functools.partial(of_slice, some)
+        slices.append(Recomputed.apply(function, bf16, hidden[some], *learning))
+    stats = dict(zip(names, map(torch.cat, zip(*slices))))
+    zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=device)
+    return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
 
 
-# 5. Which models
+# --------------------------------------------------------------------------------------------------
+# 6. Which models.
 
-class Misfit(Exception):
-    """Why this file does not run a model."""
-
-
-def check_layers(model):
-    """Raises Misfit for a model whose layers do not all look back without end; the comparison finds
-    what this does not know of."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if kinds != {"full_attention"} or (window and not getattr(config, "layer_types", None)):
-        raise Misfit("it has layers that do not look back without end")
-    if any(value for module in model.modules() for name, value in vars(module).items()
-           if "drop" in name and isinstance(value, float)):
-        raise Misfit("it has dropout, which its fast attention would leave out")
-    if not model._supports_attention_backend:
-        raise Misfit("its attention is code of its own")
+FUNCTIONS = {
+    "draw_from": draw_from,
+    "next_logits": next_logits,
+    "rows_to_decode": rows_to_decode,
+    "token_statistics": token_statistics,
+}
 
 
 def made_up_responses(prompts, max_new_tokens, vocabulary):
-    """Returns Responses to prompts of different lengths. The last is as long as any row of the run
-    can become, so that it exceeds a sliding window if any row does."""
-    prompts = sorted(prompts, key=len)
+    """Returns Responses to prompts of different lengths. One to the shortest and one to the longest
+    are as long as any of the run can become, so that they exceed a sliding window if any does."""
+    shortest = min(prompts, key=len)
+    longest = max(prompts, key=len)
+    kinds = [(shortest, max_new_tokens), (shortest, 1), (prompts[0], 5), (longest, max_new_tokens)]
     draw = random.Random(0)
     responses = []
-    for prompt_ids, length in ((prompts[0], 1), (prompts[len(prompts) // 2], 5),
-                               (prompts[-1], 3), (prompts[-1], max_new_tokens)):
-        ids = [*prompt_ids, *(draw.randrange(vocabulary) for _ in range(length))]
+    for prompt_ids, length in kinds:
+        ids = [*prompt_ids, *draw.choices(range(vocabulary), k=length)]
         n_scored = min(length, 64)
         zeros = [0.0] * n_scored
         responses.append(starter.Response(ids[:-n_scored], ids[-n_scored:], zeros, False))
     return responses
 
 
-@contextlib.contextmanager
 def with_half_embeddings(policy):
-    """Makes the policy another model for a while. As its own reference it would have a KL of 0,
-    however wrong the KL is computed."""
-    hook = policy.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: output / 2)
-    try:
-        yield
-    finally:
-        hook.remove()
+    """Makes the policy another model within a context. As its own reference it would have a KL of
+    0, however wrong the KL is computed."""
+    embeddings = policy.get_input_embeddings()
+    return embeddings.register_forward_hook(lambda module, inputs, output: output / 2)
 
 
-def outputs_of(functions, policy, responses, cfg, at_once):
-    """What attach() compares, by name: the statistics of made-up responses and some gradients of a
-    loss, by functions["token_statistics"] with at_once rows in a call; and logits of a few tokens
-    after two prompts, by functions["decode"]. Where one is missing, so is what it computes."""
+def outputs_of_learning(token_statistics, policy, responses, at_once):
+    """-> {name: tensor}: the statistics of made-up responses, with at_once rows in a call, and some
+    gradients of a sum of all that have one."""
+    ref_model = Within(policy, with_half_embeddings)
+    batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+    parts = {}
+    for rows in torch.arange(len(responses)).split(at_once):
+        some = starter.keep_rows(batch, rows)
+        mask = some["response_mask"]
+        stats = token_statistics(policy, some, 1.0, False, ref_model)
+        weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
+        loss = 0.0
+        for i, (name, values) in enumerate(stats.items()):
+            parts.setdefault(name, []).append(values.detach()[mask])
+            if name != "ref_log_probs":
+                loss = loss + ((i + 1) * weights * values)[mask].sum()
+        loss.backward()
+    outputs = {name: torch.cat(values) for name, values in parts.items()}
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is not None:
+            step = max(1, parameter.numel() // 1000)
+            outputs[f"gradient of {name}"] = parameter.grad.flatten()[::step]
+    policy.zero_grad()
+    return outputs
+
+
+@torch.no_grad()
+def logits_of_sampling(next_logits, policy, prompts, parts):
+    """-> (B, 3, V) logits of three tokens after each prompt. parts: which come together."""
+    logits = []
+    for rows in parts:
+        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
+        tokens = torch.tensor(rows, device=ids.device)[:, None]
+        cache = None
+        steps = []
+        for t in range(3):
+            step, cache = next_logits(policy, ids, cache)
+            steps.append(step)
+            ids = torch.cat([ids, tokens + t], dim=1)
+        logits.append(torch.stack(steps, dim=1))
+    return torch.cat(logits)
+
+
+def outputs_of(functions, policy, responses, at_once):
+    """-> {name: tensor}: what those of these functions compute that are there."""
     outputs = {}
     if "token_statistics" in functions:
-        ref_model = Within(policy, with_half_embeddings)
-        whole = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
-        statistics = []
-        for rows in torch.arange(len(responses)).split(at_once):
-            batch = {name: tensor[rows] for name, tensor in whole.items()}
-            mask = batch["response_mask"]
-            x = functions["token_statistics"](policy, batch, cfg.temperature, False, ref_model)
-            weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
-            ((x.log_probs - 0.3 * x.exact_kl - 0.2 * x.forward_kl) * weights)[mask].sum().backward()
-            statistics.append([values.detach()[mask] for values in x])
-        outputs |= zip(starter.TokenStatistics._fields, map(torch.cat, zip(*statistics)))
-        for name, p in policy.named_parameters():
-            if p.grad is not None:
-                outputs[f"gradient of {name}"] = p.grad.flatten()[::max(1, p.numel() // 1000)]
-        policy.zero_grad()
-    if "decode" in functions:
+        outputs = outputs_of_learning(functions["token_statistics"], policy, responses, at_once)
+    if "next_logits" in functions:
         prompts = [responses[i].prompt_ids for i in (0, 0, -1, -1)]
-        tokens = torch.arange(12, device=policy.device).view(4, 3, 1)
-        logits = [None] * 4
-        for rows in functions["rows_to_decode"](prompts, cfg.max_new_tokens):
-            decoder = functions["decode"](policy, [prompts[i] for i in rows], cfg)
-            with torch.no_grad():
-                steps = [next(decoder)]
-                for i in range(min(3, cfg.max_new_tokens - 1)):
-                    steps.append(decoder.send(tokens[rows, i]))
-            decoder.close()
-            for i, of_row in zip(rows, torch.stack(steps, dim=1)):
-                logits[i] = of_row
-        outputs["logit while sampling"] = torch.stack(logits)
+        rows = functions.get("rows_to_decode", starter.rows_to_decode)(prompts, 3)
+        logits = logits_of_sampling(functions["next_logits"], policy, prompts, rows)
+        outputs["logit while sampling"] = logits
     return outputs
 
 
 def compare(ours, plain):
     """Raises Misfit where an output differs by more than a thousandth of its largest value. Equal
     infinities, and nan in both, are no difference: an edit of scale_logits may forbid tokens."""
-    largest = {name: torch.where(values.isfinite(), values.abs(), 0.0).max()
-               for name, values in plain.items()}
-    steepest = max([x for name, x in largest.items() if "gradient" in name], default=0.0)
+    gradients = [values for name, values in plain.items() if name.startswith("gradient")]
+    steepest = max((values.abs().max().item() for values in gradients), default=0.0)
     for name, values in plain.items():
+        values = values.double()
         alike = (ours[name] == values) | (ours[name].isnan() & values.isnan())
         difference = torch.where(alike, 0.0, (ours[name] - values).abs()).max()
-        least = 1e-3 * steepest if "gradient" in name else 0.01
-        error = (difference / largest[name].clamp(min=least)).item()
+        least = 1e-3 * steepest if name.startswith("gradient") else 0.01
+        largest = torch.where(values.isfinite(), values.abs(), 0.0).max()
+        error = (difference / largest.clamp(min=least)).item()
         if not error <= 1e-3:
             raise Misfit(f"its {name} differs by {error:.1%}")
 
 
-def keep_freed_memory():
-    """Keeps freed memory for the next step: giving it back and faulting it in again takes time."""
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
-        for option, value in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, value)
-
-
-def mechanics_for(policy):
-    """Gives the policy this file's attention. Returns the functions for starter.MECHANICS."""
-    check_layers(policy)
-    functions = {"decode": decode, "token_statistics": token_statistics, "draw_from": draw_from}
-    if edits.is_shipped("decode"):  # another one may need prompts of one length
-        functions["rows_to_decode"] = rows_to_decode
-    if policy.device.type == "cpu":
-        policy.set_attn_implementation("starter")
+def functions_that_fit(policy, problems, cfg):
+    """Returns those of this file's functions that stand for functions which were not edited. Raises
+    Misfit, or what the model raises, where one of them computes something else."""
+    functions = {name: f for name, f in FUNCTIONS.items() if edits.is_shipped(name)}
+    if not edits.is_shipped("response_logits"):
+        functions.pop("token_statistics", None)
+    if "next_logits" not in functions:  # another one may need prompts of one length
+        functions.pop("rows_to_decode", None)
+    prompts = [problem["prompt_ids"] for some in problems for problem in some]
+    vocabulary = policy.config.get_text_config().vocab_size
+    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
+    plain = {name: edits.own(name) for name in functions}
+    expected = outputs_of(plain, policy, responses, 1)
+    attend_on_cpu(policy)
+    compare(outputs_of(functions, policy, responses, len(responses)), expected)
     return functions
 
 
 def attach(policy, ref_model, problems, cfg):
-    """Puts this file's functions into starter.MECHANICS if they fit the model, and says so."""
-    keep_freed_memory()
+    """Puts this file's functions into starter.py if they fit the model, else says why not."""
     own_attention = policy.config._attn_implementation
-    prompts = [problem["prompt_ids"] for some in problems for problem in some]
-    vocabulary = policy.config.get_text_config().vocab_size
-    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
-    names = [name for name in ("decode", "token_statistics") if edits.is_shipped(name)]
-    plain = {name: inspect.unwrap(getattr(starter, name)) for name in (*names, "rows_to_decode")}
-    was_training = policy.training
-    policy.eval()
     try:
-        check_layers(policy)
-        longest = max(len(r.prompt_ids) + len(r.response_ids) for r in responses)
-        at_once = max(1, starter.LOGITS_AT_ONCE // (longest * vocabulary))
-        expected = outputs_of(plain, policy, responses, cfg, at_once)  # with its own attention
-        functions = mechanics_for(policy)
-        compared = {name: functions[name] for name in functions if name in plain}
-        compare(outputs_of(compared, policy, responses, cfg, len(responses)), expected)
+        functions = functions_that_fit(policy, problems, cfg)
     except Exception as error:  # code of the model's authors runs here
         policy.set_attn_implementation(own_attention)
         policy.zero_grad()
         reason = error if isinstance(error, Misfit) else f"{type(error).__name__}: {error!s:.100}"
-        print(f"support/fast.py does not fit {type(policy).__name__}: {reason}; the model's own "
-              "forward pass runs, which takes more time and memory")
+        print(
+            f"support/fast.py does not fit {type(policy).__name__}: {reason}; the model's own "
+            "forward pass runs, which takes more time and memory"
+        )
         return
-    finally:
-        policy.train(was_training)
-    if isinstance(ref_model, torch.nn.Module):
-        ref_model.set_attn_implementation(policy.config._attn_implementation)
-    edits.install(**functions)
+    if isinstance(ref_model, PreTrainedModel):
+        attend_on_cpu(ref_model)
+    edits.replace(**functions)

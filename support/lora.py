@@ -2,6 +2,7 @@
 
 The reference is the policy without its adapters, so that it costs no memory.
 """
+
 import contextlib
 import inspect
 import re
@@ -10,6 +11,7 @@ from collections import Counter
 import torch
 
 import starter
+from support import checkpoints, edits, memory
 from support.fast import Within
 
 
@@ -17,17 +19,16 @@ def layers_to_adapt(policy):
     """Names of the linear layers of the blocks. Left out are the LM head, so that policy and
     reference share it; weights that several layers share; stacks of experts, which are no layers;
     and layers whose weight the code around them reads, as Mamba's kernels do, past any adapter."""
-    from transformers.pytorch_utils import Conv1D
-    uses = Counter(id(parameter) for module in policy.modules()
-                   for parameter in module.parameters(recurse=False))
+    layers = set(memory.linear_layers(policy))
+    uses = Counter(id(layer.weight) for layer in layers)
     names = []
     for name, module in policy.named_modules():
-        parent, _, own = name.rpartition(".")
-        is_linear = type(module) in (torch.nn.Linear, Conv1D) and uses[id(module.weight)] == 1
-        if is_linear and module is not policy.get_output_embeddings():
-            code = inspect.getsource(type(policy.get_submodule(parent)))
-            if not re.search(rf"self\.{own}\.weight(?!\.(dtype|device))", code):
-                names.append(name)
+        if module not in layers or uses[id(module.weight)] > 1:
+            continue
+        parent, _, own_name = name.rpartition(".")
+        code = inspect.getsource(type(policy.get_submodule(parent)))
+        if not re.search(rf"self\.{own_name}\.weight(?!\.(dtype|device))", code):
+            names.append(name)
     return names
 
 
@@ -35,25 +36,30 @@ def add_adapters(policy, cfg):
     """Freezes the policy and puts trainable matrices A and B beside its linear layers: W x becomes
     W x + 2 B A x. B is 0 at first. Returns the reference, or None without a KL penalty."""
     from peft import LoraConfig, inject_adapter_in_model
+
     names = layers_to_adapt(policy)
     if not names:
-        raise starter.InputError(f"lora_rank = {cfg.lora_rank}: {type(policy).__name__} has no "
-                                 "linear layers of its own to adapt; use lora_rank = 0")
+        raise starter.InputError(
+            f"lora_rank = {cfg.lora_rank}: {type(policy).__name__} has no linear layers of its own "
+            "to adapt; use lora_rank = 0"
+        )
     torch.manual_seed(cfg.seed)
     # In a list, so that peft does not see which architecture it is and choose other layers.
-    config = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
-                        target_modules=[f"0.{name}" for name in names])
+    config = LoraConfig(
+        r=cfg.lora_rank,
+        lora_alpha=2 * cfg.lora_rank,
+        target_modules=[f"0.{name}" for name in names],
+    )
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
-    ends = {id(policy.get_input_embeddings().weight), id(policy.get_output_embeddings().weight)}
-    left_out = {re.sub(r"^.*\.\d+\.", "", name) for name, p in policy.named_parameters()
-                if p.dim() > 1 and "lora_" not in name and ".base_layer." not in name
-                and id(p) not in ends}
-    if left_out:
-        print(f"LoRA does not reach {', '.join(sorted(left_out))}: they stay as they are")
-    starter.MECHANICS["weights_of"] = merged_weights
-    return Within(policy, without_adapters) if cfg.use_kl_penalty else None
+    stacks = {name.split(".", 3)[-1] for name, p in policy.named_parameters() if p.dim() > 2}
+    if stacks:
+        print(f"LoRA does not reach {', '.join(sorted(stacks))}: they stay as they are")
+    edits.wrap(weights_by_name=merged_weights)
+    checkpoints.attach()
+    if cfg.use_kl_penalty:
+        return Within(policy, without_adapters)
 
 
 @contextlib.contextmanager
@@ -72,7 +78,7 @@ def without_adapters(policy):
 def merged_weights(policy):
     """Yields (name, tensor) of parameters and persistent buffers, one at a time. An adapter is
     added to the weight beside it: names and shapes are those of the model as it was loaded."""
-    for name, tensor in starter.weights_of.__wrapped__(policy):
+    for name, tensor in edits.own("weights_by_name")(policy):
         if ".lora_" in name:
             continue
         if tensor.dtype == torch.bfloat16:  # see frozen_in_bf16
@@ -80,5 +86,5 @@ def merged_weights(policy):
         beside, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":
             layer = policy.get_submodule(beside)
-            tensor = tensor + layer.get_delta_weight("default").float()
+            tensor = tensor + layer.get_delta_weight("default")
         yield name.replace(".base_layer.", "."), tensor.detach()

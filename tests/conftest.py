@@ -90,6 +90,11 @@ def variety(text, problem):
     return len(set(text)) / 10
 
 
+def often_equal(text, problem):
+    """A reward that is equal for all responses to half of the prompts."""
+    return 0.5 if int(problem["answer"]) % 2 else variety(text, problem)
+
+
 def make_responses(lengths, prompt_lengths=(1, 9, 4), vocabulary=32, seed=0):
     """Random responses of these lengths. Response i has prompt i modulo the number of prompts."""
     rng = random.Random(seed)

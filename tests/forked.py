@@ -89,12 +89,12 @@ def import_once():
 
 def start(program):
     """Starts program() in a fork. Returns its process id and the files with its output."""
-    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    files = {"stdout": tempfile.TemporaryFile("w+"), "stderr": tempfile.TemporaryFile("w+")}
     child = os.fork()
     if child:
         return child, files
-    os.dup2(files[0].fileno(), 1)
-    os.dup2(files[1].fileno(), 2)
+    os.dup2(files["stdout"].fileno(), 1)
+    os.dup2(files["stderr"].fileno(), 2)
     status = 0
     try:
         program()
@@ -108,24 +108,16 @@ def start(program):
     os._exit(status)  # the interpreter's own end would take a third of a second
 
 
-def run_together(programs):
-    """Runs some programs at once. Returns {"status", "stdout", "stderr"} of each."""
-    outcomes = []
-    for child, files in [start(program) for program in programs]:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        texts = []
-        for file in files:
-            file.seek(0)
-            texts.append(file.read())
-        outcomes.append({"status": status, "stdout": texts[0], "stderr": texts[1]})
-    return outcomes
-
-
 def run_all(programs):
-    """Runs as many programs at once as there are cores. Returns the outcome of each."""
+    """Runs as many programs at once as there are cores. Returns {"status", "stdout", "stderr"} of
+    each."""
+    outcomes = []
     n = os.cpu_count()
-    return [
-        outcome
-        for first in range(0, len(programs), n)
-        for outcome in run_together(programs[first : first + n])
-    ]
+    for i in range(0, len(programs), n):
+        for child, files in [start(program) for program in programs[i : i + n]]:
+            outcome = {"status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+            for name, file in files.items():
+                file.seek(0)
+                outcome[name] = file.read()
+            outcomes.append(outcome)
+    return outcomes

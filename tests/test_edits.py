@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import advantages_by_loops, save_checkpoint, scalars, settings, variety
+from conftest import advantages_by_loops, often_equal, save_checkpoint, scalars, settings
 from forked import (
     REPOSITORY,
     edited_text,
@@ -93,11 +93,6 @@ def with_squared_log_ratios(x):
 # Rewards, a baseline, and references
 
 
-def often_equal(text, problem):
-    """A reward that is equal for all responses to half of the prompts."""
-    return 0.5 if int(problem["answer"]) % 2 else variety(text, problem)
-
-
 class ZeroCount:
     """A reward that is an object."""
 
@@ -131,8 +126,9 @@ def zeros_earn_but_not_in_other_skills(run):
 
 
 def moves_by_sgd(run):
-    first, second = (torch.cat([w.flatten() for w in step.weights]) for step in run.steps[:2])
-    return torch.allclose(first - 0.01 * run.steps[0].gradient, second, rtol=0, atol=1e-6)
+    first, second = run.steps[:2]
+    expected = first.weights - 0.01 * first.gradient
+    return torch.allclose(second.weights, expected, rtol=0, atol=1e-6)
 
 
 class Edit(NamedTuple):
@@ -237,7 +233,7 @@ EDITS = dict(
         },
         with_exact_kl,
         KL,
-        references=lambda weights: [weights, [values / 2 for values in weights]],
+        references=lambda weights: [weights, weights / 2],
     ),
     two_references_in_a_module=Edit(
         {
@@ -260,7 +256,7 @@ EDITS = dict(
         },
         with_exact_kl,
         KL,
-        references=lambda weights: [weights, [values / 2 for values in weights]],
+        references=lambda weights: [weights, weights / 2],
     ),
     logged_rank=Edit(
         {
@@ -392,15 +388,17 @@ torch.optim.AdamW(
 # A run, in a process of its own
 
 
-def train(checkpoint, folder, **changes):
-    """A few steps with the copy in this folder. Returns what it logged, and of each step the
-    responses and rewards, and the policy's weights and gradient before the update."""
+def gradient_of(model):
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def train(starter, checkpoint, folder, **changes):
+    """A few steps with this module. Returns what it logged, and of each step the responses and
+    rewards, and the policy's weights and gradient before the update."""
     # A stand-in for vLLM: without an engine it is transformers that samples.
     sys.modules["vllm"] = mock.MagicMock(__spec__=True, LLM=lambda *args, **options: None)
-    starter = import_copy(folder)
     starter.test_functions()
-    if (folder / "support").is_dir():
-        starter.find_support()
+    if starter.find_support():
         sys.modules["support.report"].report = mock.Mock()  # its pictures take a second
     steps = [SimpleNamespace()]  # what support/ tries before the first one
     real = SimpleNamespace(**vars(starter))
@@ -414,15 +412,16 @@ def train(checkpoint, folder, **changes):
         return real.make_batch(responses, *others)
 
     def clip_gradient(policy, max_norm):
-        steps[-1].weights = [parameter.detach().clone() for parameter in policy.parameters()]
-        steps[-1].gradient = torch.cat([x.grad.flatten() for x in policy.parameters()])
+        weights = torch.nn.utils.parameters_to_vector(policy.parameters())
+        steps[-1].weights = weights.detach()
+        steps[-1].gradient = gradient_of(policy)
         return real.clip_gradient(policy, max_norm)
 
     starter.compute_group_normalized_advantages = advantages
     starter.make_batch = make_batch
     starter.clip_gradient = clip_gradient
     defaults = dict(n_train_steps=3, learning_rate=1e-2, warmup_steps=0)
-    given = settings(checkpoint, folder / "runs", **defaults | changes)
+    given = settings(checkpoint, folder, **defaults | changes)
     given["reward"] = given["reward"] or starter.reward_fn
     logged = scalars(starter.main(**given)["run_folder"])
     logged = {tag: list(values.values()) for tag, values in logged.items()}
@@ -431,8 +430,7 @@ def train(checkpoint, folder, **changes):
 
 def logits_of(model, weights, responses):
     """The (T, V) logits at the tokens of each response, by the model with these weights."""
-    for parameter, values in zip(model.parameters(), weights):
-        parameter.data.copy_(values)
+    torch.nn.utils.vector_to_parameters(weights, model.parameters())
     rows = [torch.tensor(r.prompt_ids + r.response_ids) for r in responses]
     logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
     starts = [len(r.prompt_ids) - 1 for r in responses]
@@ -446,7 +444,7 @@ def compare_with_loss(checkpoint, folder, name):
     from transformers import AutoModelForCausalLM
 
     edit = EDITS[name]
-    run = train(checkpoint, folder, **edit.settings)
+    run = train(import_copy(folder), checkpoint, folder / "runs", **edit.settings)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     references = edit.references(run.steps[0].weights)
     for i, step in enumerate(run.steps):
@@ -474,7 +472,7 @@ def compare_with_loss(checkpoint, folder, name):
             assert logged["train/kl_k1"] == pytest.approx(log_ratios.mean().item(), abs=1e-4)
         model.zero_grad()
         edit.loss(x).backward()
-        expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        expected = gradient_of(model)
         error = (step.gradient - expected).norm() / expected.norm().clamp(min=1e-6)
         assert error < 1e-3, f"step {i + 1}"
     assert edit.check(run)
@@ -529,20 +527,19 @@ def test_edit_takes_effect(outcomes, name, with_support):
 
 
 def run_with_seams_edited(checkpoint, folder):
-    """Every function that support/ may replace notes its name in EDITED when it is called."""
-    lines = edited_text({}).splitlines(keepends=True)
-    names = []
-    for node in reversed(ast.parse("".join(lines)).body):
-        is_function = isinstance(node, ast.FunctionDef)
-        if is_function and "support/ replaces" in (ast.get_docstring(node) or ""):
-            names.append(node.name)
-            lines.insert(node.body[1].lineno - 1, f"    EDITED.add({node.name!r})\n")
-    lines.insert(lines.index("import argparse\n"), "EDITED = set()\n")
-    copy = write_copy(Path(folder) / "copy", "".join(lines), True)
+    """Every function that support/ may replace is another one, which calls it. Returns the names of
+    those that did not run."""
+    starter = import_copy(write_copy(Path(folder) / "copy", edited_text({}), True))
+    edited = {
+        name: mock.Mock(side_effect=value)
+        for name, value in vars(starter).items()
+        if "support/ replaces this" in (value.__doc__ or "")
+    }
+    vars(starter).update(edited)
     problems = Path(folder) / "sums.jsonl"
     problems.write_text("".join(f'{{"prompt": "add {i} 1", "answer": 1}}\n' for i in range(80)))
-    train(checkpoint, copy, task=str(problems))
-    return sorted(set(names) - sys.modules["starter"].EDITED)
+    train(starter, checkpoint, folder, task=str(problems))
+    return [name for name in edited if not edited[name].called]
 
 
 @pytest.mark.slow

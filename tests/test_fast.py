@@ -1,26 +1,27 @@
 """support/fast.py gives the values and gradients of starter.py's plain functions, or leaves them in
 place and says so; support/edits.py replaces no function that was edited."""
+
 import copy
-import functools
 import random
-from types import SimpleNamespace
 
 import pytest
+from conftest import make_responses
 
 import starter  # before torch, for which it sets variables
 
 import torch
 import test_starter
 from lab.small_models import make_model
-from starter import Response
-from support import edits, fast, memory
+from support import edits, fast
 
-FAST = {"decode", "rows_to_decode", "draw_from", "token_statistics"}
-FAMILIES = ["qwen3", "llama (tied)", "gpt2", "phi", "granite", "nanochat"]
+ALL = {"draw_from", "next_logits", "rows_to_decode", "token_statistics"}
+FAMILIES = ["qwen3", "llama (tied)", "gpt2", "phi", "granite", "nanochat", "gpt_oss (no window)"]
 
 
 def model_named(name):
     """One of lab/small_models.py, loaded as starter.init_policy does it."""
+    if name == "gpt_oss (no window)":
+        name = "gpt_oss (sinks, no window)"
     model = make_model(name)
     model.lm_head.__class__ = starter.Float32Head
     return model
@@ -34,116 +35,227 @@ def moved_copy(model):
     return ref_model
 
 
-def random_ids(rng, n):
-    return rng.choices(range(4, 61), k=n)
+class MeanOfTwo(torch.nn.Module):
+    """A reference that is no model of transformers: it has no layers and no head of its own."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        self.one = one
+        self.other = other
+
+    def forward(self, **inputs):
+        outputs = self.one(**inputs)
+        outputs.logits = (outputs.logits + self.other(**inputs).logits) / 2
+        return outputs
 
 
-def make_rows(lengths=(1, 12, 5, 3, 7, 2), prompt_lengths=(1, 9, 4), seed=0):
+def make_rows(lengths=(1, 12, 5, 3, 7, 2), prompt_lengths=(1, 9, 4)):
     """A batch of random responses. Response i has prompt i modulo the number of prompts."""
-    rng = random.Random(seed)
-    prompts = [random_ids(rng, n) for n in prompt_lengths]
-    responses = [Response(prompts[i % len(prompts)], random_ids(rng, n), [-3.0] * n, True)
-                 for i, n in enumerate(lengths)]
+    responses = make_responses(lengths, prompt_lengths, vocabulary=61)
     return starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
 
 
 def outputs(model, rows, ref_model=None, bf16=False):
-    """-> (4, N) statistics, {name: gradient} of a sum of all that have one."""
+    """-> {name: (N,) statistic}, {name: gradient} of a sum of those that the loss may use."""
     mask = rows["response_mask"]
-    statistics = starter.token_statistics(model, rows, 0.7, bf16, ref_model)
-    assert all((values[~mask] == 0).all() for values in statistics)
-    weights = torch.randn(2, *mask.shape, generator=torch.Generator().manual_seed(0))
-    of_sample = statistics.log_probs + 0.5 * statistics.entropy
-    (weights[0] * of_sample + weights[1] * statistics.exact_kl)[mask].sum().backward()
+    stats = starter.token_statistics(model, rows, 0.7, bf16, ref_model)
+    assert all((values[~mask] == 0).all() for values in stats.values())
+    generator = torch.Generator().manual_seed(0)
+    loss = 0.0
+    for name in ("log_probs", "entropy", "kl_per_token"):
+        weights = torch.randn(mask.shape, generator=generator)
+        if name in stats:
+            loss = loss + (weights * stats[name])[mask].sum()
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    return torch.stack([x.detach()[mask] for x in statistics]), gradients
+    return {name: values.detach()[mask] for name, values in stats.items()}, gradients
 
 
 def assert_equal_outputs(ours, expected):
     torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=5e-5)
     for name, gradient in expected[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, msg=name,
-                                   atol=1e-5 * gradient.abs().max().item() + 1e-5)
+        if gradient is None:
+            assert ours[1][name] is None
+            continue
+        atol = 1e-5 * gradient.abs().max().item() + 1e-5
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, msg=name, atol=atol)
 
 
-def settings(**changes):
-    return starter.cfg_with(**dict(temperature=0.9, max_new_tokens=20) | changes)
-
-
-def attach(model, **changes):
+def attach(model, max_new_tokens=20):
     """Calls fast.attach as prepare() does. Returns the names of the functions that it put in."""
-    problems = [{"prompt_ids": random_ids(random.Random(n), n)} for n in (3, 12)]
-    fast.attach(model, None, starter.Problems(problems, [], []), settings(**changes))
-    return {*starter.MECHANICS}
+    ids = random.Random(0).choices(range(4, 61), k=12)
+    problems = starter.Problems([{"prompt_ids": ids[:3]}, {"prompt_ids": ids}], [], [])
+    fast.attach(model, None, problems, starter.cfg_with(max_new_tokens=max_new_tokens))
+    return {*edits.OWN}
 
 
 # Statistics
 
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
-    """With and without a reference, which differs; all logits at once, and in slices."""
+    """Without a reference, with one that has other weights, and with one that is another kind of
+    model; all logits at once, and in slices."""
     model = model_named(family)
-    references = None, moved_copy(model)
+    moved = moved_copy(model)
+    references = None, moved, MeanOfTwo(model, moved)
     rows = make_rows()
     expected = [outputs(model, rows, ref_model) for ref_model in references]
-    assert (expected[1][0][1] > 1e-3).all()  # the exact KL
-    starter.MECHANICS["token_statistics"] = fast.token_statistics
-    for attention in ("the model's own", "starter"):  # as on a GPU, and on a CPU
-        for logits_at_once in (1 << 24, 7 * 61):
-            monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", logits_at_once)
-            for ref_model, plain in zip(references, expected):
-                assert_equal_outputs(outputs(model, rows, ref_model), plain)
-        fast.mechanics_for(model)
-        fast.mechanics_for(references[1])
+    assert (expected[1][0]["kl_per_token"] > 1e-3).all()
+    edits.replace(token_statistics=fast.token_statistics)
+    for logits_at_once in (1 << 24, 7 * 61):
+        monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", logits_at_once)
+        for ref_model, plain in zip(references, expected):
+            assert_equal_outputs(outputs(model, rows, ref_model), plain)
+
+
+def test_each_prompt_is_read_once_and_logits_are_made_in_slices(monkeypatch):
+    model = model_named("qwen3")
+    edits.replace(**fast.FUNCTIONS)
+    monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", 7 * 61)
     n_read, n_logits = [], []
     model.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: n_read.append(inputs[0].numel()))
+        lambda module, inputs, output: n_read.append(inputs[0].numel())
+    )
     model.lm_head.register_forward_hook(
-        lambda module, inputs, output: n_logits.append(len(output)))
-    outputs(model, rows)
-    assert n_read == [6 * 12 + 3 * 8]  # responses, and each prompt once without its last token
+        lambda module, inputs, output: n_logits.append(output.numel() // 61)
+    )
+    outputs(model, make_rows())
+    assert n_read == [3 * 8, 6 * 12]  # prompts without their last tokens, and what follows
     assert max(n_logits) == 7 and sum(n_logits) == 2 * 30  # again in the backward pass
+    n_read.clear()
+    prompts = [[5, 6, 7]] * 4 + [[8, 9]] * 4
+    cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], bf16=False)
+    starter.rollout_with_transformers(model, prompts, cfg, 0)
+    assert n_read == [2 * 3, 8]
 
 
-@pytest.mark.parametrize("bf16, chosen, precision", [
-    (False, "none", "none"), (True, "none", "tf32"), (True, "ieee", "ieee")])
+def test_statistics_that_a_user_adds_arrive_with_their_gradients(monkeypatch):
+    """Whole numbers, and one whose gradient is not that of the others."""
+    shipped = starter.statistics_of_logits
+
+    def statistics_of_logits(logits, labels, temperature, ref_logits=None):
+        stats = shipped(logits, labels, temperature, ref_logits)
+        stats["entropy"] = logits.logsumexp(dim=1).square()
+        stats["rank"] = (logits > logits.gather(1, labels[:, None])).sum(dim=1)
+        return stats
+
+    monkeypatch.setattr(starter, "statistics_of_logits", statistics_of_logits)
+    model = model_named("qwen3")
+    expected = outputs(model, make_rows())
+    assert expected[0]["rank"].max() > 1
+    assert "token_statistics" in attach(model)
+    assert_equal_outputs(outputs(model, make_rows()), expected)
+
+
+def test_responses_with_gaps_and_without_tokens(monkeypatch):
+    """As where the text of a tool is left out of the loss, or a row is empty."""
+    rows = make_rows((12, 12, 4), prompt_lengths=(1, 9, 4))
+    rows["response_mask"][1, 11:14] = False
+    rows["response_mask"][2] = False
+    model = model_named("qwen3")
+    expected = outputs(model, rows)
+    edits.replace(token_statistics=fast.token_statistics)
+    assert_equal_outputs(outputs(model, rows), expected)
+    rows["response_mask"][:] = False
+    assert (starter.token_statistics(model, rows, 1.0)["log_probs"] == 0).all()
+
+
+def test_gradient_checkpointing_keeps_values_and_gradients():
+    model = model_named("qwen3")
+    expected = outputs(model, make_rows())
+    edits.replace(token_statistics=fast.token_statistics)
+    model.gradient_checkpointing_enable()
+    starter.train_checkpointed_layers(model)
+    assert_equal_outputs(outputs(model, make_rows()), expected)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "bf16"])
+def test_head_with_adapters_or_in_bf16(kind):
+    model = model_named("qwen3")
+    if kind == "bf16":
+        model.lm_head.to(torch.bfloat16)
+    else:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, model)
+    rows = make_rows()
+    expected = outputs(model, rows)
+    edits.replace(token_statistics=fast.token_statistics)
+    assert_equal_outputs(outputs(model, rows), expected)
+
+
+@pytest.mark.parametrize(
+    "bf16, chosen, precision",
+    [(False, "none", "none"), (True, "none", "tf32"), (True, "ieee", "ieee")],
+)
 def test_gpu_multiplies_the_head_alone_in_tf32_where_the_layers_are_in_bf16(
-        bf16, chosen, precision, monkeypatch):
+    bf16, chosen, precision, monkeypatch
+):
     """Forward and backward. In RoPE's angles TF32 would round positions."""
-    def now(*_):
-        return matmul.fp32_precision
-
-    matmul, model, seen, elsewhere = torch.backends.cuda.matmul, model_named("qwen3"), [], []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(now()))
-    model.lm_head.weight.register_hook(lambda gradient: seen.append(now()))
-    model.model.rotary_emb.register_forward_hook(lambda *_: elsewhere.append(now()))
+    matmul = torch.backends.cuda.matmul
+    model = model_named("qwen3")
+    in_head, elsewhere = [], []
+    model.lm_head.register_forward_hook(lambda *_: in_head.append(matmul.fp32_precision))
+    model.lm_head.weight.register_hook(lambda gradient: in_head.append(matmul.fp32_precision))
+    model.model.rotary_emb.register_forward_hook(lambda *_: elsewhere.append(matmul.fp32_precision))
     monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", 30 * 61)
-    monkeypatch.setitem(starter.MECHANICS, "token_statistics", fast.token_statistics)
+    edits.replace(token_statistics=fast.token_statistics)
     matmul.fp32_precision = chosen
     try:
         outputs(model, make_rows((40,)), bf16=bf16)
-        elsewhere.append(now())
+        elsewhere.append(matmul.fp32_precision)
     finally:
         matmul.fp32_precision = "none"
     # Two slices: forward, and in the backward pass again, and back; then the sum of the gradients
-    assert seen == [precision] * 6 + [chosen]
+    assert in_head == [precision] * 6 + [chosen]
     assert {*elsewhere} == {chosen}
 
 
-def test_bf16_and_long_rows_stay_within_the_rounding_of_the_plain_function():
-    """Rows of 300 tokens take torch's fused attention, short ones do not."""
+def test_bf16_stays_within_the_rounding_of_the_plain_function():
     model = model_named("qwen3")
-    rows = make_rows((300, 40, 300), prompt_lengths=(11, 5))
-    exact, rounded = (outputs(model, rows, None, bf16) for bf16 in (False, True))
-    attach(model)
-    assert_equal_outputs(outputs(model, rows), exact)
-    for ours, plain in ((outputs(model, rows, None, True), rounded),
-                        (outputs(model, make_rows(), None, True), outputs(model, make_rows()))):
-        assert 0 < (ours[0] - plain[0]).abs().mean() < 0.05
+    rows = make_rows((300, 40, 7), prompt_lengths=(11, 5))
+    exact, plain = (outputs(model, rows, None, bf16)[0]["log_probs"] for bf16 in (False, True))
+    edits.replace(token_statistics=fast.token_statistics)
+    ours = outputs(model, rows, None, True)[0]["log_probs"]
+    assert 0 < (ours - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_and_their_log_probs_are_those_of_the_plain_functions(family, monkeypatch):
+    """Prompts of three lengths, and groups that are cut where too many tokens come together."""
+    model = model_named(family)
+    ids = random.Random(0).choices(range(4, 61), k=12)
+    prompts = [ids[:1], ids[3:12], ids[:4]]
+    cfg = starter.cfg_with(max_new_tokens=9, stop_token_ids=[5, 6, 7], bf16=False)
+    expected = starter.rollout_with_transformers(model, prompts, cfg, 0, 4)
+    edits.replace(**fast.FUNCTIONS)
+    for tokens_at_once in (fast.TOKENS_AT_ONCE, 5 * 18):
+        monkeypatch.setattr(fast, "TOKENS_AT_ONCE", tokens_at_once)
+        for ours, plain in zip(
+            starter.rollout_with_transformers(model, prompts, cfg, 0, 4), expected
+        ):
+            assert ours[:2] == plain[:2] and ours.finished == plain.finished
+            assert ours.log_probs == pytest.approx(plain.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 512, 513, 3001])
+def test_draw_from_inverts_the_cumulative_distribution(vocabulary):
+    edits.replace(draw_from=fast.draw_from)
+    test_starter.test_draw_tokens_inverts_the_cumulative_distribution(vocabulary)
+
+
+def test_draw_from_gives_a_token_of_the_vocabulary_where_probabilities_are_nan():
+    probs = torch.full((3, 1000), torch.nan)
+    assert (fast.draw_from(probs, torch.rand(3, 1)) < 1000).all()
 
 
 # Which models, and edits
+
 
 def steeper(*inputs, shipped=fast.hidden_states):
     hidden = shipped(*inputs)
@@ -151,114 +263,79 @@ def steeper(*inputs, shipped=fast.hidden_states):
 
 
 def with_wrong_kl(*inputs, shipped=fast.token_statistics):
-    statistics = shipped(*inputs)
-    return statistics._replace(exact_kl=1.01 * statistics.exact_kl)
+    stats = shipped(*inputs)
+    stats["kl_per_token"] = 1.01 * stats["kl_per_token"]
+    return stats
 
 
-@pytest.mark.parametrize("name, planted, reason", [
-    ("mistral", {}, "do not look back without end"),
-    ("bloom", {}, "its attention is code of its own"),
-    ("gpt_oss (sinks, no window)", {}, "its log_probs differs"),
-    ("gemma2 (caps, no window)", {}, "its log_probs differs"),
-    ("qwen3", {"logits_from": lambda model, hidden: 1.01 * model.lm_head(hidden)},
-     "its log_probs differs"),
-    ("qwen3", {"hidden_states": steeper}, "its gradient of model.embed_tokens.weight"),
-    ("qwen3", {"token_statistics": with_wrong_kl}, "its exact_kl differs by 1.0%"),
-    ("qwen3", {"group_size_of": len}, "its logit while sampling differs"),
-    ("qwen3", {"read_prompts": lambda *inputs: 1 / 0}, "ZeroDivisionError"),
-])
+def of_another_row(policy, ids, cache=None, shipped=fast.next_logits):
+    return shipped(policy, ids.roll(1, dims=0), cache)
+
+
+@pytest.mark.parametrize(
+    "name, planted, reason",
+    [
+        ("mistral", None, "do not look back without end"),
+        ("gpt_neo", None, "its log_probs differs"),  # whose windows lie in its own code
+        ("qwen3", ("hidden_states", steeper), "its gradient of model.embed_tokens.weight"),
+        ("qwen3", ("token_statistics", with_wrong_kl), "its kl_per_token differs by 1.0%"),
+        ("qwen3", ("next_logits", of_another_row), "its logit while sampling differs"),
+        ("qwen3", ("read_prompts", lambda *inputs: 1 / 0), "ZeroDivisionError"),
+    ],
+)
 def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
-        name, planted, reason, monkeypatch, capsys):
-    """The measure is the model's own attention: that of fast.py drops sinks and caps anywhere."""
-    model = model_named(name).train()
-    model.set_attn_implementation("eager")
-    for name, function in planted.items():
-        monkeypatch.setattr(fast, name, function)
+    name, planted, reason, monkeypatch, capsys
+):
+    model = model_named(name)
+    if planted is not None:
+        monkeypatch.setattr(fast, *planted)
+        if planted[0] in ALL:
+            monkeypatch.setitem(fast.FUNCTIONS, *planted)
     assert attach(model) == set()
-    line, = capsys.readouterr().out.splitlines()
+    [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"support/fast.py does not fit {type(model).__name__}: ")
-    assert reason in line and line.endswith("which takes more time and memory")
-    assert model.config._attn_implementation == "eager" and model.training
+    assert reason in line
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 300])
-def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch, capsys):
+def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch):
     """Tokens that scale_logits forbids are no misfit."""
-    monkeypatch.setattr(starter, "scale_logits", lambda logits, temperature: torch.cat(
-        [logits[:, :50], torch.full_like(logits[:, 50:], -torch.inf)], dim=1) / temperature)
+    monkeypatch.setattr(
+        starter,
+        "scale_logits",
+        lambda logits, temperature: logits.index_fill(1, torch.arange(50, 61), -torch.inf),
+    )
     model = model_named("qwen3")
-    assert attach(model, max_new_tokens=max_new_tokens) == FAST
-    assert capsys.readouterr().out.startswith("support.fast runs decode, token_statistics, ")
-    assert model.config._attn_implementation == "starter"
+    assert attach(model, max_new_tokens) == ALL
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_shipped_fingerprints_are_those_of_starter():
-    found = {name: edits.fingerprint(getattr(starter, name)) for name in edits.SHIPPED}
-    assert found == edits.SHIPPED, (
-        "starter.py has changed: see that support/ still computes the same, then put what "
-        "`python -m support.edits` prints into support/edits.py")
+@pytest.mark.parametrize(
+    "name, left_out",
+    [
+        ("next_logits", {"next_logits", "rows_to_decode"}),
+        ("rows_to_decode", {"rows_to_decode"}),
+        ("token_statistics", {"token_statistics"}),
+        ("response_logits", {"token_statistics"}),
+        ("statistics_of_logits", set()),
+    ],
+)
+def test_edited_function_runs(name, left_out, monkeypatch):
+    """Nor is one replaced that fits to another of support/ alone, or would not call the edit."""
+    original = getattr(starter, name)
 
-
-@pytest.mark.parametrize("name, partner", [("decode", "rows_to_decode"),
-                                           ("token_statistics", "token_statistics")])
-def test_edited_function_runs_and_the_log_says_so(name, partner, monkeypatch, capsys):
-    """Nor is the one replaced that fits to the function of support/ alone."""
     def edited(*inputs):
         return original(*inputs)
 
-    original = getattr(starter, name).__wrapped__
-    edited.__name__ = name
-    monkeypatch.setattr(starter, name, starter.mechanics(edited))
-    assert attach(model_named("qwen3")) == FAST - {name, partner}
-    assert f"{name} was edited: it runs, and not the one of support/" in capsys.readouterr().out
+    monkeypatch.setattr(starter, name, edited)
+    assert attach(model_named("qwen3")) == ALL - left_out
 
 
-@pytest.mark.parametrize("edited", [None, "compute_loss", "grpo_microbatch_step", "advantages"])
-def test_rows_that_are_not_counted_have_no_forward_pass_while_the_loss_is_as_shipped(
-        edited, monkeypatch, capsys):
-    """Gradients and means are those of the plain function, also where train gives advantages to
-    such rows after the cut."""
-    model = model_named("qwen3")
-    counted = torch.tensor([[True], [True], [False], [False], [True], [True]])
-    batch = make_rows()
-    batch["advantages"] = torch.tensor([[1.0], [-0.5], [0.0], [0.0], [0.5], [0.0]])
-    batch["weights"] = starter.AVERAGES["dapo"](batch["response_mask"].float(), 12)
-    in_means = (batch["response_mask"] & counted).float()
-    batch["mean_weights"] = in_means / in_means.sum()
-    if edited == "advantages":
-        batch["advantages"] = torch.tensor([[1.0], [-0.5], [0.7], [0.0], [0.5], [0.0]])
-    n_read = []
-    model.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: n_read.append(len(inputs[0])))
-
-    def step():
-        n_read.clear()
-        microbatches = [{name: tensor[rows] for name, tensor in batch.items()}
-                        for rows in torch.arange(6).split(2)]
-        for epoch in range(2):
-            means = starter.accumulate_gradients(model, microbatches, settings())
-        assert len(microbatches) == 3
-        gradients = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        return means, gradients
-
-    expected = step()
-    assert expected[0]["ratio_mean"] == pytest.approx(1.0) and n_read == [2, 2, 2] * 2
-    is_function = hasattr(starter, edited or "")
-    if is_function:
-        monkeypatch.setattr(starter, edited, functools.wraps(getattr(starter, edited))(
-            functools.partial(getattr(starter, edited))))
-    memory.attach(SimpleNamespace(state={}, cfg=starter.cfg_with()))
-    found = step()
-    assert found[0] == expected[0]
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
-    assert n_read == ([2, 2, 2] if edited else [2, 2]) * 2
-    assert capsys.readouterr().out == (
-        f"edited: {edited}; so rows without an advantage have a forward pass, too\n" * is_function
-        + "With epochs_per_rollout = 1 the ratio is 1, and what clips it does nothing\n"
-        * (edited == "compute_loss"))
+def test_shipped_fingerprints_are_those_of_starter():
+    """After a change of starter.py that is to stay: python -m support.edits."""
+    found = {name: edits.fingerprint(getattr(starter, name)) for name in edits.SHIPPED}
+    assert found == edits.SHIPPED
 
 
 def test_comments_and_docstrings_are_no_edits(monkeypatch):
@@ -269,9 +346,3 @@ def test_comments_and_docstrings_are_no_edits(monkeypatch):
     shipped = fingerprint("def f(a):\n    return a + 1\n")
     same = fingerprint('def f(a):\n    "Adds."\n    # one\n    return (a +\n        1)  # one\n')
     assert same == shipped != fingerprint("def f(a):\n    return a + 2\n")
-
-
-@pytest.mark.parametrize("vocabulary", [5, 511, 512, 3001])
-def test_draw_from_inverts_the_cumulative_distribution(monkeypatch, vocabulary):
-    monkeypatch.setitem(starter.MECHANICS, "draw_from", fast.draw_from)
-    test_starter.test_draw_tokens_inverts_the_cumulative_distribution(vocabulary)
