@@ -1,6 +1,6 @@
 """Sets functions of support/ in the place of starter.py's, by name, unless you have edited yours.
 
-    python -m support.edits    writes shipped.json anew, after a change of starter.py that is to stay
+python -m support.edits    writes shipped.json anew, after a change of starter.py that is to stay
 """
 
 import ast

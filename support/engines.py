@@ -67,7 +67,7 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
         if gpu_mem_util >= 1:  # GB of the cache; the share is not read
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
-    if bf16 and not ON_CPU:
+    if not ON_CPU:
         options["hf_overrides"] = {"head_dtype": "float32"}
     set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
     llm = LLM(

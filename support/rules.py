@@ -6,6 +6,7 @@ in main(), or of a preset's value where that is None, so that a new one needs no
 """
 
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -128,6 +129,10 @@ def check_settings(cfg):
         raise InputError(
             "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with "
             "use_kl_penalty or lora_rank; leave it out"
+        )
+    if cfg.lora_rank and importlib.util.find_spec("peft") is None:
+        raise InputError(
+            f"lora_rank = {cfg.lora_rank} needs peft, which is not installed here; pip install peft"
         )
     if Path(cfg.model_id, "adapter_config.json").is_file():  # transformers would train both
         raise InputError(

@@ -42,7 +42,7 @@ def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm
     assert options["gpu_memory_utilization"] == 0.2
     assert options["dtype"] == ("bfloat16" if bf16 else "float32")
     # Else logits of 16 would round by 0.06
-    assert options.get("hf_overrides") == ({"head_dtype": "float32"} if bf16 else None)
+    assert options["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_vllm_starts_on_the_gpu_of_the_policy(llm):
