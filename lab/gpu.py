@@ -7,6 +7,7 @@ random weights and rewards, so that nearly all responses are cut at 256 tokens; 
 preset's 16 prompts x 8 responses. Seconds are medians without the first step. GB is the most that
 torch's tensors took; formula_gb is what support/memory.py predicts of it.
 """
+
 import argparse
 import statistics
 import tempfile
@@ -17,9 +18,13 @@ from lab.rows import append_rows, where
 
 SMALL = dict(lora_rank=16, gradient_checkpointing=True, frozen_in_bf16=True)
 RUNS = (
-    ("built-in", {}), ("SmolLM2", {}),
-    ("Qwen3-0.6B", {}), ("Qwen3-1.7B", {}), ("Qwen3-1.7B", dict(use_kl_penalty=True)),
-    ("Qwen3-1.7B", dict(gradient_checkpointing=True)), ("Qwen3-1.7B", SMALL),
+    ("built-in", {}),
+    ("SmolLM2", {}),
+    ("Qwen3-0.6B", {}),
+    ("Qwen3-1.7B", {}),
+    ("Qwen3-1.7B", dict(use_kl_penalty=True)),
+    ("Qwen3-1.7B", dict(gradient_checkpointing=True)),
+    ("Qwen3-1.7B", SMALL),
 )
 
 
@@ -38,6 +43,7 @@ def formula_gb(settings):
     from transformers import AutoConfig
 
     from support import memory, tasks
+
     on_gpu = dict(device="cuda", bf16=True, engine="transformers")
     cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"} | on_gpu)
     config = AutoConfig.from_pretrained(tasks.TINY if cfg.model_id == "tiny" else cfg.model_id)
@@ -51,19 +57,26 @@ def row_of(model, changes):
         formula = formula_gb(settings)
         result = bench.run_ours(settings)
     logged = result["logged"]
-    later = {tag: statistics.median(x for step, x in logged[tag] if step > 1)
-             for tag in ("time/total", "time/rollout", "train/sampler_logprob_diff")}
-    return {"model": model, "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-            "step_s": f"{later['time/total']:.2f}",
-            "rollout_s": f"{later['time/rollout']:.2f}",
-            "gb": f"{result['gb']:.1f}", "formula_gb": f"{formula:.1f}",
-            "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
-            "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
-            **where()}
+    later = {
+        tag: statistics.median(x for step, x in logged[tag] if step > 1)
+        for tag in ("time/total", "time/rollout", "train/sampler_logprob_diff")
+    }
+    return {
+        "model": model,
+        "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
+        "step_s": f"{later['time/total']:.2f}",
+        "rollout_s": f"{later['time/rollout']:.2f}",
+        "gb": f"{result['gb']:.1f}",
+        "formula_gb": f"{formula:.1f}",
+        "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
+        "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
+        **where(),
+    }
 
 
 def main():
     import torch
+
     card = torch.cuda.get_device_name()
     parser = argparse.ArgumentParser(description="runs of starter.py on one NVIDIA GPU")
     parser.add_argument("--runs", nargs="*", type=int, default=range(len(RUNS)))

@@ -5,7 +5,6 @@ with for a few steps. The gradients must be those of a loss that is written out 
 model's own logits for the sampled responses.
 """
 
-import ast
 import functools
 import itertools
 import json
