@@ -15,6 +15,7 @@ from support import checkpoints, edits, memory
 from support.fast import Within
 
 
+@torch.no_grad()
 def layers_to_adapt(policy):
     """Names of the linear layers of the blocks. Left out are the LM head, so that policy and
     reference share it; weights that several layers share; stacks of experts, which are no layers;
@@ -24,6 +25,10 @@ def layers_to_adapt(policy):
     names = []
     for name, module in policy.named_modules():
         if module not in layers or uses[id(module.weight)] > 1:
+            continue
+        n_inputs = getattr(module, "in_features", len(module.weight))  # a Conv1D has no such name
+        outputs = module(module.weight.new_zeros(1, n_inputs))
+        if not isinstance(outputs, torch.Tensor):  # a router of experts
             continue
         parent, _, own_name = name.rpartition(".")
         code = inspect.getsource(type(policy.get_submodule(parent)))

@@ -103,7 +103,7 @@ def free_gb(cfg):
     path = Path("/proc/meminfo")
     if not path.is_file():
         return math.inf
-    return int(re.search(r"MemAvailable:\s*(\d+) kB", path.read_text())[1]) * 1024 / 1e9
+    return int(re.search(r"MemAvailable:\s*(\d+) kB", path.read_text("utf-8"))[1]) * 1024 / 1e9
 
 
 def check_fits(cfg):
