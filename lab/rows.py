@@ -1,5 +1,6 @@
 """Rows of lab/results/*.csv: how they are read and written, and where they come from."""
 import csv
+import os
 import platform
 import re
 import subprocess
@@ -41,7 +42,11 @@ def where():
 
 
 def commit_of(folder):
-    """Returns the commit of a working tree, with "-dirty" where code was changed since."""
+    """Returns the commit of a working tree, with "-dirty" where code was changed since. The
+    variable COMMIT names it where the code came without its history."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
+
     def git(*command):
         return subprocess.run(["git", *command], cwd=folder, capture_output=True,
                               text=True).stdout.strip()

@@ -20,6 +20,7 @@ import math
 import random
 import sys
 from itertools import groupby
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
 from support import edits
+
+# Ways of an update that lab.gpu measures beside each other; off is what was measured before.
+SWITCHES = SimpleNamespace(
+    head_in_half=False,  # the head with inputs of 16 bits and float32 sums, on CUDA
+    compiled_statistics=False,  # statistics_of_logits by torch.compile
+    only_slopes=False,  # the backward pass computes log-probs alone where they alone have a slope
+    packed=False,  # a prompt once for its group and no padding, by variable-length attention
+)
+
+
+def compile_layers(model, on=True):
+    """Compiles each decoder layer in place, or takes that back. Names of parameters stay."""
+    for layer in model.base_model.layers:
+        if getattr(layer, "compiled", (None, None))[0] != id(layer):  # a copy has its own
+            layer.compile(dynamic=True)
+            layer.compiled = id(layer), layer._compiled_call_impl
+        layer._compiled_call_impl = layer.compiled[1] if on else None
+
 
 # 1. The prompts of a batch, each once
 
@@ -71,6 +90,45 @@ def hidden_after_prompts(model, prompts, input_ids):
     return out.last_hidden_state[0, distinct.numel():].view(n, length, -1)
 
 
+class Packed:
+    """What packed rows look at: prompts, then responses, one after the other without padding."""
+
+    def __init__(self, prompts, which, inside):
+        """(P, L) distinct prompts, padded with -1; (B,) the prompt of each response; (B, T) True
+        where a response has a token that is read."""
+        n_prompts, width = prompts.shape
+        of_prompt = (prompts >= 0).sum(dim=1)
+        of_response = inside.sum(dim=1)
+        start = F.pad(torch.cat([of_prompt, of_response]).cumsum(dim=0), (1, 0))
+        columns = torch.arange(width + inside.shape[1], device=prompts.device)
+        looked_at = start[which, None] + columns[:width]
+        own = start[n_prompts:-1, None] + columns[:inside.shape[1]]
+        valid = torch.cat([columns[:width] < of_prompt[which, None], inside], dim=1)
+        self.keys = torch.cat([torch.arange(int(start[n_prompts]), device=prompts.device),
+                               torch.cat([looked_at, own], dim=1)[valid]])
+        n_keys = torch.cat([of_prompt, of_prompt[which] + of_response])
+        self.ends_of_queries = start.int()
+        self.ends_of_keys = F.pad(n_keys.cumsum(dim=0), (1, 0)).int()
+        self.most_queries = max(width, inside.shape[1])
+        self.most_keys = width + inside.shape[1]
+
+
+def hidden_of_packed(model, prompts, input_ids, inside):
+    """Like hidden_after_prompts, but (N, H): of the tokens where inside is True."""
+    distinct, which = prompts.unique(dim=0, return_inverse=True)
+    in_prompt = distinct >= 0
+    device = prompts.device
+    after = (prompts >= 0).sum(dim=1, keepdim=True) + torch.arange(inside.shape[1], device=device)
+    of_prompts = torch.arange(prompts.shape[1], device=device).expand(len(distinct), -1)
+    ids = torch.cat([distinct[in_prompt], input_ids[inside]])[None]
+    positions = torch.cat([of_prompts[in_prompt], after[inside]])[None]
+    # A mask of four dimensions passes through transformers as it is. Nothing reads it.
+    out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False,
+                           attention_mask=torch.zeros(1, 1, 1, 1, device=device),
+                           responses_of=Packed(distinct, which, inside))
+    return out.last_hidden_state[0, int(in_prompt.sum()):]
+
+
 def hidden_states(model, rows, bf16=False):
     """(B, T) input_ids, response_mask -> (N, H) last hidden states at the N positions of the mask,
     row after row."""
@@ -80,6 +138,9 @@ def hidden_states(model, rows, bf16=False):
             out = model.base_model(input_ids=rows["input_ids"], use_cache=False)
             return out.last_hidden_state[mask]
         prompts, input_ids, scored = split_rows(rows)
+        if SWITCHES.packed:
+            inside = scored.flip(1).cumsum(dim=1).flip(1) > 0  # up to the last that is scored
+            return hidden_of_packed(model, prompts, input_ids, inside)[scored[inside]]
         if prompts.shape[1]:
             hidden = hidden_after_prompts(model, prompts, input_ids)
         else:
@@ -151,9 +212,10 @@ def shared_attention(query, keys, values, scaling):
 
 
 def added(allowed, dtype):
-    """True where a query may look -> what is added to its scores there: 0, else -1e30."""
+    """True where a query may look -> what is added to its scores there: 0, else -1e30, or the least
+    number of float16."""
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, -1e30)
+    return zeros.masked_fill_(~allowed, max(-1e30, torch.finfo(dtype).min))
 
 
 # Largest T * K at which multiplying attention out was quicker than torch's fused kernel, forward
@@ -161,6 +223,7 @@ def added(allowed, dtype):
 MULTIPLIED_OUT = {torch.bfloat16: 256 * 256, torch.float32: 128 * 144}
 
 
+@torch.compiler.disable
 def packed_attention(module, query, key, value, mask, scaling, which):
     """(1, heads, P * L + B * T, d), prompts before responses -> (1, P * L + B * T, heads, d).
 
@@ -184,6 +247,51 @@ def packed_attention(module, query, key, value, mask, scaling, which):
     return torch.cat([of_prompts.flatten(0, 1), of_responses.flatten(0, 1)])[None]
 
 
+class Gathered(torch.autograd.Function):
+    """x[index] along the first dimension, whose gradient is added up in float32."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.n = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        index, = ctx.saved_tensors
+        sums = torch.zeros(ctx.n, *gradient.shape[1:], device=gradient.device)
+        return sums.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+
+
+def attention_by_segments(query, key, value, packed, scaling):
+    """What varlen_attn computes on CUDA, one segment after the other, for a CPU."""
+    out = []
+    ends = zip(packed.ends_of_queries.tolist(), packed.ends_of_queries[1:].tolist(),
+               packed.ends_of_keys.tolist(), packed.ends_of_keys[1:].tolist())
+    for first, last, first_key, last_key in ends:
+        q, k, v = (x.transpose(0, 1) for x in (
+            query[first:last], key[first_key:last_key], value[first_key:last_key]))
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        mask = mask.tril(k.shape[1] - q.shape[1])
+        out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True))
+    return torch.cat(out, dim=1).transpose(0, 1)
+
+
+@torch.compiler.disable
+def variable_length_attention(query, key, value, packed, scaling):
+    """(1, heads, S, d) -> (1, S, heads, d)."""
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    key, value = (Gathered.apply(x, packed.keys) for x in (key, value))
+    if query.device.type != "cuda":
+        return attention_by_segments(query, key, value, packed, scaling)[None]
+    from torch.nn.attention.varlen import varlen_attn
+    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # before torch 2.12 always
+    return varlen_attn(query.contiguous(), key, value, packed.ends_of_queries, packed.ends_of_keys,
+                       packed.most_queries, packed.most_keys, scale=scaling,
+                       window_size=(-1, 0),  # causal, from the end
+                       **{"enable_gqa": True} if has_gqa else {})[None]
+
+
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
               responses_of=None, **kwargs):
     """transformers' attention interface -> (B, T, heads, d), None.
@@ -195,6 +303,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     """
     if isinstance(key, Shared):
         return shared_attention(query, key, value, scaling), None
+    if isinstance(responses_of, Packed):
+        return variable_length_attention(query, key, value, responses_of, scaling), None
     if responses_of is not None:
         return packed_attention(module, query, key, value, attention_mask, scaling,
                                 responses_of), None
@@ -322,6 +432,45 @@ def tensor_cores(bf16):
         matmul.fp32_precision = "none"
 
 
+def product_in_float32(a, b):
+    """The matrix product, in float32, of matrices of 16 bits."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+class HeadInHalf(torch.autograd.Function):
+    """(N, H) hidden, (V, H) weight, the same weight in 16 bits -> (N, V) float32 logits. Inputs of
+    each product have 16 bits; sums, logits and gradients are float32."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, rounded):
+        hidden = hidden.to(rounded.dtype)
+        ctx.save_for_backward(hidden, rounded)
+        return product_in_float32(hidden, rounded.T)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, rounded = ctx.saved_tensors
+        gradient = gradient.to(rounded.dtype)
+        of_hidden = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = product_in_float32(gradient, rounded)
+        if ctx.needs_input_grad[1]:
+            of_weight = product_in_float32(gradient.T, hidden)
+        return of_hidden, of_weight, None
+
+
+def head_in_half(head, hidden):
+    """The head's logits; its weight is rounded once for each of its values."""
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    version = head.weight._version, dtype
+    if getattr(head, "rounded", (None,))[0] != version:
+        head.rounded = version, head.weight.detach().to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return HeadInHalf.apply(hidden, head.weight, head.rounded[1])
+
+
 def logits_from(model, hidden):
     """(N, H) last hidden states -> (N, V) logits, as the usual models make them. The comparison in
     attach() finds out whether this one is usual."""
@@ -330,8 +479,12 @@ def logits_from(model, hidden):
     def first_of(*names, default):
         return next((value for name in names if (value := getattr(config, name, None))), default)
 
-    with tensor_cores(torch.is_autocast_enabled(hidden.device.type)):
-        logits = model.get_output_embeddings()(hidden)
+    in_half = torch.is_autocast_enabled(hidden.device.type)
+    if SWITCHES.head_in_half and in_half:
+        logits = head_in_half(model.get_output_embeddings(), hidden)
+    else:
+        with tensor_cores(in_half):
+            logits = model.get_output_embeddings()(hidden)
     scale = first_of("logit_scale", "lm_head_multiplier", default=1.0)
     scale = scale / first_of("logits_scaling", default=1.0)
     if scale != 1.0:
@@ -368,13 +521,28 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, *gradients):
         hidden, *parameters = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
+        alone = SWITCHES.only_slopes and all(gradient is None for gradient in gradients[1:])
         with torch.enable_grad():
-            outputs = ctx.function(hidden)
+            outputs = ctx.function(hidden, alone=True) if alone else ctx.function(hidden)
         asked = [(output, gradient) for output, gradient in zip(outputs, gradients)
                  if output.requires_grad and gradient is not None]
         outputs, gradients = zip(*asked)
-        with tensor_cores(ctx.bf16):
+        with tensor_cores(ctx.bf16 and not SWITCHES.head_in_half):  # else nothing is in float32
             return None, None, *torch.autograd.grad(outputs, [hidden, *parameters], gradients)
+
+
+def log_probs_of_logits(logits, labels, temperature):
+    """The first of statistics_of_logits; torch.compile leaves the others out."""
+    return starter.statistics_of_logits(logits, labels, temperature).log_probs
+
+
+@functools.cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)
+
+
+def function_for(function):
+    return compiled(function) if SWITCHES.compiled_statistics else function
 
 
 def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
@@ -390,14 +558,17 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
             ref_hidden = hidden_states(base, rows, bf16)
     hidden = hidden_states(model, rows, bf16)
 
-    def of_chunk(hidden, labels, ref_hidden):
+    def of_chunk(hidden, labels, ref_hidden, alone=False):
         ref_logits = None
         with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
-            if ref_hidden is not None:
+            if ref_hidden is not None and not alone:
                 with torch.no_grad():
                     ref_logits = logits_from(base, ref_hidden)
             logits = logits_from(model, hidden)
-        return tuple(starter.statistics_of_logits(logits, labels, temperature, ref_logits))
+        if alone:
+            return function_for(log_probs_of_logits)(logits, labels, temperature),
+        return tuple(function_for(starter.statistics_of_logits)(logits, labels, temperature,
+                                                                ref_logits))
 
     head = model.get_output_embeddings()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
