@@ -47,8 +47,7 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
     for folder in alone.glob("?/runs/*"):
         names = {re.split(r"[._]", path.name)[0] for path in folder.iterdir()}
         assert names == {"events", "settings", "model", "checkpoint"}
-        logged = scalars(folder)
-        assert [*logged["eval/solved"]] == [0, 3, 6] and len(logged["train/kl_penalty"]) == 6
+        assert [*scalars(folder)["eval/solved"]] == [0, 3, 6]
 
 
 def test_file_alone_says_first_what_it_needs(alone):
@@ -65,7 +64,6 @@ def test_file_alone_says_first_what_it_needs(alone):
         ("lora_rank", 8, "lora_rank and frozen_in_bf16 need the folder support/"),
         ("loss_average", "drgrpo", "loss_average = 'drgrpo' is not known; use one of"),
         ("rollout_batch_size", 4, "group_size = 8 must be 2 or more, and divide .* = 4;"),
-        ("kl_in", "los", "kl_in = 'los' is not known; use one of"),
         ("kl_in", "reward", "'reward' works with kl_estimator = 'k1' alone"),
         ("temperature", 0, "temperature must be above 0"),
         ("kl_adaptation_method", "half+none", "kl_adaptation_method = 'half' is not known"),

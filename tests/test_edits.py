@@ -7,7 +7,6 @@ model's own logits for the sampled responses.
 
 import functools
 import itertools
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.rnn import pad_sequence
 
 from conftest import advantages_by_loops, often_equal, save_checkpoint, scalars, settings
 from forked import (
@@ -208,7 +209,7 @@ EDITS = dict(
     kl_in_the_reward_of_winners=Edit(
         WINNERS,
         with_kl_in_the_reward_of_winners,
-        dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="k1", kl_in="reward"),
+        KL | dict(kl_estimator="k1", kl_in="reward"),
     ),
     coefficient_by_length=Edit(
         {
@@ -388,7 +389,7 @@ torch.optim.AdamW(
 
 
 def gradient_of(model):
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return parameters_to_vector(parameter.grad for parameter in model.parameters())
 
 
 def train(starter, checkpoint, folder, **changes):
@@ -411,8 +412,7 @@ def train(starter, checkpoint, folder, **changes):
         return real.make_batch(responses, *others)
 
     def clip_gradient(policy, max_norm):
-        weights = torch.nn.utils.parameters_to_vector(policy.parameters())
-        steps[-1].weights = weights.detach()
+        steps[-1].weights = parameters_to_vector(policy.parameters()).detach()
         steps[-1].gradient = gradient_of(policy)
         return real.clip_gradient(policy, max_norm)
 
@@ -429,12 +429,11 @@ def train(starter, checkpoint, folder, **changes):
 
 def logits_of(model, weights, responses):
     """The (T, V) logits at the tokens of each response, by the model with these weights."""
-    torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    vector_to_parameters(weights, model.parameters())
     rows = [torch.tensor(r.prompt_ids + r.response_ids) for r in responses]
-    logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
-    starts = [len(r.prompt_ids) - 1 for r in responses]
+    logits = model(pad_sequence(rows, batch_first=True)).logits
     return [
-        row[start : start + len(r.response_ids)] for row, start, r in zip(logits, starts, responses)
+        row[len(r.prompt_ids) - 1 :][: len(r.response_ids)] for row, r in zip(logits, responses)
     ]
 
 
@@ -502,8 +501,8 @@ def outcomes(request, tmp_path_factory):
     names = [name for name in EDITS if any(f"[{name}-" in item for item in items)]
     folder = tmp_path_factory.mktemp("edits")
     checkpoint = str(save_checkpoint(folder / "model"))
-    skills = [{"prompt": f"sort {i}", "answer": "1", "skill": "sort"} for i in range(20)]
-    (folder / "model" / "retention.jsonl").write_text("\n".join(map(json.dumps, skills)))
+    skills = [f'{{"prompt": "sort {i}", "answer": 1, "skill": "sort"}}\n' for i in range(20)]
+    (folder / "model" / "retention.jsonl").write_text("".join(skills))
     found = in_new_process(
         "test_edits", "run_all_edits", folder, REPOSITORY, checkpoint, str(folder), names
     )
