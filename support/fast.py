@@ -346,22 +346,21 @@ def with_half_embeddings(policy):
     return embeddings.register_forward_hook(lambda module, inputs, output: output / 2)
 
 
-def outputs_of_learning(token_statistics, policy, responses, at_once):
-    """-> {name: tensor}: the statistics of made-up responses, with at_once rows in a call, and some
-    gradients of a sum of all that have one."""
+def outputs_of_learning(token_statistics, policy, responses, n_rows):
+    """-> {name: tensor}: the statistics of made-up responses, with n_rows of them in a call, and
+    some gradients of the sum of those that have one."""
     ref_model = Within(policy, with_half_embeddings)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
     parts = {}
-    for rows in torch.arange(len(responses)).split(at_once):
-        some = starter.keep_rows(batch, rows)
-        mask = some["response_mask"]
-        stats = token_statistics(policy, some, 1.0, False, ref_model)
-        weights = torch.linspace(-1, 1, mask.shape[1], device=mask.device)
+    for start in range(0, len(responses), n_rows):
+        rows = starter.keep_rows(batch, slice(start, start + n_rows))
+        stats = token_statistics(policy, rows, 1.0, False, ref_model)
         loss = 0.0
         for i, (name, values) in enumerate(stats.items()):
-            parts.setdefault(name, []).append(values.detach()[mask])
-            if name != "ref_log_probs":
-                loss = loss + ((i + 1) * weights * values)[mask].sum()
+            parts.setdefault(name, []).append(values.detach())
+            if values.requires_grad:
+                weights = torch.linspace(-1, i + 1, values.shape[1], device=values.device)
+                loss = loss + (weights * values).sum()
         loss.backward()
     outputs = {name: torch.cat(values) for name, values in parts.items()}
     for name, parameter in policy.named_parameters():
@@ -373,10 +372,10 @@ def outputs_of_learning(token_statistics, policy, responses, at_once):
 
 
 @torch.no_grad()
-def logits_of_sampling(next_logits, policy, prompts, parts):
-    """-> (B, 3, V) logits of three tokens after each prompt. parts: which come together."""
+def outputs_of_sampling(next_logits, rows_to_decode, policy, prompts):
+    """-> {name: (B, 3, V) tensor}: logits of three tokens after each prompt."""
     logits = []
-    for rows in parts:
+    for rows in rows_to_decode(prompts, 3):
         ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
         tokens = torch.tensor(rows, device=ids.device)[:, None]
         cache = None
@@ -386,34 +385,26 @@ def logits_of_sampling(next_logits, policy, prompts, parts):
             steps.append(step)
             ids = torch.cat([ids, tokens + t], dim=1)
         logits.append(torch.stack(steps, dim=1))
-    return torch.cat(logits)
+    return {"logit while sampling": torch.cat(logits)}
 
 
-def outputs_of(functions, policy, responses, at_once):
-    """-> {name: tensor}: what those of these functions compute that are there."""
-    outputs = {}
-    if "token_statistics" in functions:
-        outputs = outputs_of_learning(functions["token_statistics"], policy, responses, at_once)
-    if "next_logits" in functions:
-        prompts = [responses[i].prompt_ids for i in (0, 0, -1, -1)]
-        rows = functions.get("rows_to_decode", starter.rows_to_decode)(prompts, 3)
-        logits = logits_of_sampling(functions["next_logits"], policy, prompts, rows)
-        outputs["logit while sampling"] = logits
-    return outputs
+def outputs_of(functions, policy, responses, n_rows):
+    """Returns what is compared of these functions."""
+    prompts = [responses[i].prompt_ids for i in (0, 0, -1, -1)]
+    decode = functions["next_logits"], functions["rows_to_decode"]
+    sampled = outputs_of_sampling(*decode, policy, prompts)
+    learnt = outputs_of_learning(functions["token_statistics"], policy, responses, n_rows)
+    return {**learnt, **sampled}
 
 
 def compare(ours, plain):
-    """Raises Misfit where an output differs by more than a thousandth of its largest value. Equal
-    infinities, and nan in both, are no difference: an edit of scale_logits may forbid tokens."""
+    """Raises Misfit where an output differs by more than a thousandth of its largest value."""
     gradients = [values for name, values in plain.items() if name.startswith("gradient")]
     steepest = max((values.abs().max().item() for values in gradients), default=0.0)
     for name, values in plain.items():
-        values = values.double()
-        alike = (ours[name] == values) | (ours[name].isnan() & values.isnan())
-        difference = torch.where(alike, 0.0, (ours[name] - values).abs()).max()
         least = 1e-3 * steepest if name.startswith("gradient") else 0.01
-        largest = torch.where(values.isfinite(), values.abs(), 0.0).max()
-        error = (difference / largest.clamp(min=least)).item()
+        difference = (ours[name].double() - values.double()).abs().max()
+        error = (difference / values.abs().max().clamp(min=least)).item()
         if not error <= 1e-3:
             raise Misfit(f"its {name} differs by {error:.1%}")
 
@@ -421,18 +412,18 @@ def compare(ours, plain):
 def functions_that_fit(policy, problems, cfg):
     """Returns those of this file's functions that stand for functions which were not edited. Raises
     Misfit, or what the model raises, where one of them computes something else."""
+    own = {name: edits.own(name) for name in FUNCTIONS}
+    prompts = [problem["prompt_ids"] for some in problems for problem in some]
+    vocabulary = policy.config.get_text_config().vocab_size
+    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
+    plain = outputs_of(own, policy, responses, 1)
+    attend_on_cpu(policy)
     functions = {name: f for name, f in FUNCTIONS.items() if edits.is_shipped(name)}
     if not edits.is_shipped("response_logits"):
         functions.pop("token_statistics", None)
     if "next_logits" not in functions:  # another one may need prompts of one length
         functions.pop("rows_to_decode", None)
-    prompts = [problem["prompt_ids"] for some in problems for problem in some]
-    vocabulary = policy.config.get_text_config().vocab_size
-    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
-    plain = {name: edits.own(name) for name in functions}
-    expected = outputs_of(plain, policy, responses, 1)
-    attend_on_cpu(policy)
-    compare(outputs_of(functions, policy, responses, len(responses)), expected)
+    compare(outputs_of({**own, **functions}, policy, responses, len(responses)), plain)
     return functions
 
 

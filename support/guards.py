@@ -139,9 +139,6 @@ class Guards:
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
             numbers["adaptive_kl/raw_kl"] = metrics["kl_penalty"]
         self.run.log("train", numbers, step)
-        minutes = (self.run.cfg.n_train_steps - step) * seconds / 60
-        if step == 2 and minutes > 1:  # the first one is slower
-            print(f"about {minutes:.0f} min to go, without evaluations", flush=True)
 
     def report(self, result, policy, ref_model, llm, tokenizer, problems):
         """After the run: how far the policy is from where it began, intervals, pictures."""

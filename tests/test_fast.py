@@ -344,5 +344,5 @@ def test_comments_and_docstrings_are_no_edits(monkeypatch):
         return edits.fingerprint(edits.is_shipped)
 
     shipped = fingerprint("def f(a):\n    return a + 1\n")
-    same = fingerprint('def f(a):\n    "Adds."\n    # one\n    return (a +\n        1)  # one\n')
+    same = fingerprint('def f(\n    a\n):\n    """Adds."""\n    # one\n    return a + 1  # one\n')
     assert same == shipped != fingerprint("def f(a):\n    return a + 2\n")
