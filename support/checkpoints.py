@@ -36,4 +36,5 @@ def load_checkpoint(policy, optimizer, saved):
 
 
 def attach():
+    """Puts both into starter.py."""
     edits.replace(checkpoint_of=checkpoint_of, load_checkpoint=load_checkpoint)
