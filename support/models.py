@@ -43,6 +43,16 @@ def check_reading(policy, prompts, cfg):
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
 
 
+def turn_dropout_off(policy):
+    """Layers that gradient checkpointing runs again are in train mode, and some families' drop out
+    by themselves."""
+    for module in policy.modules():
+        names = [name for name in vars(module) if "drop" in name]
+        for name in names:
+            if hasattr(module, "gradient_checkpointing") and isinstance(vars(module)[name], float):
+                setattr(module, name, 0.0)
+
+
 def longest_row(policy, prompt, max_new_tokens):
     """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt
     again and again. After its first time comes padding's id, which a policy may well sample."""
@@ -82,6 +92,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
                     "give another model"
                 )
         if cfg.gradient_checkpointing:
+            turn_dropout_off(policy)
             starter.train_checkpointed_layers(policy)
             difference = nats_between(log_probs(policy, ids), whole)
             if not difference < MOST_NATS:
