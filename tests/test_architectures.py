@@ -10,7 +10,7 @@ import starter  # before torch, for which it sets variables
 
 import torch
 from lab import architectures as A
-from support import edits, lora
+from support import edits, lora, models
 
 # Name -> whether support/fast.py fits it. It fits attention over everything before.
 FAMILIES = {
@@ -87,6 +87,7 @@ def test_family_is_right_with_support(name, tmp_path):
     assert (exact["log_probs"] - rounded["log_probs"])[mask].abs().mean() < 0.2
     if case.policy.supports_gradient_checkpointing:
         case.policy.gradient_checkpointing_enable()
+        models.turn_dropout_off(case.policy)
         starter.train_checkpointed_layers(case.policy)
         for check in (A.log_probs, A.gradients):
             assert error_of(check, case) <= A.CHECKS[check], check.__name__
