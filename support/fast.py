@@ -46,8 +46,11 @@ def read_prompts(model, prompts):
         raise Misfit("it has layers that do not look back without end")
     last = (distinct >= 0).sum(dim=1) - 1
     rows = torch.arange(len(distinct), device=prompts.device)
-    cache.batch_select_indices(which)
-    return outputs.last_hidden_state[rows, last][which], cache
+    # index_select, since the backward pass of x[which] adds up in any order, with several threads
+    for layer in cache.layers:
+        layer.keys = layer.keys.index_select(0, which)
+        layer.values = layer.values.index_select(0, which)
+    return outputs.last_hidden_state[rows, last].index_select(0, which), cache
 
 
 def read_on(model, ids, n, cache):
