@@ -346,3 +346,20 @@ def test_comments_and_docstrings_are_no_edits(monkeypatch):
     shipped = fingerprint("def f(a):\n    return a + 1\n")
     same = fingerprint('def f(\n    a\n):\n    """Adds."""\n    # one\n    return a + 1  # one\n')
     assert same == shipped != fingerprint("def f(a):\n    return a + 2\n")
+
+
+def test_gradient_has_the_same_bits_each_time_with_two_threads():
+    """x[which] of shared prompts would add up its gradient in any order."""
+    model = model_named("qwen3")
+    fast.attend_on_cpu(model)
+    rows = make_rows(lengths=[8] * 256, prompt_lengths=[40])
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    gradients = set()
+    for _ in range(6):
+        model.zero_grad()
+        fast.token_statistics(model, rows, 1.0)["log_probs"].sum().backward()
+        layer = next(x for name, x in model.named_parameters() if "k_proj" in name)
+        gradients.add(layer.grad.numpy().tobytes())
+    torch.set_num_threads(n_threads)
+    assert len(gradients) == 1
