@@ -46,10 +46,8 @@ def read_prompts(model, prompts):
         raise Misfit("it has layers that do not look back without end")
     last = (distinct >= 0).sum(dim=1) - 1
     rows = torch.arange(len(distinct), device=prompts.device)
-    # index_select, since the backward pass of x[which] adds up in any order, with several threads
-    for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, which)
-        layer.values = layer.values.index_select(0, which)
+    # It selects by index_select: the backward pass of x[which] adds up in any order
+    cache.reorder_cache(which)
     return outputs.last_hidden_state[rows, last].index_select(0, which), cache
 
 
@@ -77,9 +75,8 @@ def prompts_apart(rows):
     columns = torch.arange(ids.shape[1], device=ids.device)
     first = mask.int().argmax(dim=1, keepdim=True)  # 0 in a row without a response
     last = (mask * columns).amax(dim=1, keepdim=True)
-    n_prompt = first.max()
     n_after = (last - first).max() + 1
-    prompts = torch.where(columns < first, ids, -1)[:, :n_prompt]
+    prompts = torch.where(columns < first, ids, -1)[:, : first.max()]
     places = first + columns[:n_after]
     ids_after = F.pad(ids, (0, n_after)).gather(1, places)
     mask_after = F.pad(mask, (0, n_after)).gather(1, places)
@@ -140,9 +137,9 @@ def attend_on_cpu(model):
 # --------------------------------------------------------------------------------------------------
 # 3. Logits.
 
-# Logits held at a time, and a few times that in the backward pass. Few large kernels are quick on a
-# GPU.
-LOGITS_AT_ONCE = {"cpu": 16_777_216, "gpu": 67_108_864}
+# Logits held at a time, and a few times that in the backward pass. Elsewhere starter's number: few
+# large kernels are quick on a GPU.
+LOGITS_AT_ONCE = {"cpu": 16_777_216}
 
 
 @contextlib.contextmanager
@@ -304,7 +301,8 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     hidden = hidden_states(model, rows, bf16)
     head = model.get_output_embeddings()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    n = max(1, LOGITS_AT_ONCE["cpu" if device.type == "cpu" else "gpu"] // len(head.weight))
+    at_once = LOGITS_AT_ONCE.get(device.type, starter.LOGITS_AT_ONCE)
+    n = max(1, at_once // len(head.weight))
     slices = []
     for start in range(0, max(1, len(labels)), n):
         some = slice(start, start + n)
@@ -380,7 +378,7 @@ def outputs_of_sampling(next_logits, rows_to_decode, policy, prompts):
     logits = []
     for rows in rows_to_decode(prompts, 3):
         ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
-        tokens = torch.tensor(rows, device=ids.device)[:, None]
+        tokens = ids.new_tensor(rows)[:, None]
         cache = None
         steps = []
         for t in range(3):
@@ -403,7 +401,7 @@ def outputs_of(functions, policy, responses, n_rows):
 def compare(ours, plain):
     """Raises Misfit where an output differs by more than a thousandth of its largest value."""
     gradients = [values for name, values in plain.items() if name.startswith("gradient")]
-    steepest = max((values.abs().max().item() for values in gradients), default=0.0)
+    steepest = max(values.abs().max().item() for values in gradients)
     for name, values in plain.items():
         least = 1e-3 * steepest if name.startswith("gradient") else 0.01
         difference = (ours[name].double() - values.double()).abs().max()
@@ -417,8 +415,8 @@ def functions_that_fit(policy, problems, cfg):
     Misfit, or what the model raises, where one of them computes something else."""
     own = {name: edits.own(name) for name in FUNCTIONS}
     prompts = [problem["prompt_ids"] for some in problems for problem in some]
-    vocabulary = policy.config.get_text_config().vocab_size
-    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
+    config = policy.config.get_text_config()
+    responses = made_up_responses(prompts, cfg.max_new_tokens, config.vocab_size)
     plain = outputs_of(own, policy, responses, 1)
     attend_on_cpu(policy)
     functions = {name: f for name, f in FUNCTIONS.items() if edits.is_shipped(name)}

@@ -12,6 +12,7 @@ from lab.small_models import make_model
 from safetensors.torch import load_file
 
 import starter
+from starter import InputError
 from support import edits, fast, lora
 
 peft = pytest.importorskip("peft")
@@ -169,3 +170,14 @@ def test_options_that_save_memory_keep_the_curve(checkpoint, tmp_path, changes, 
     assert "does not fit" not in capsys.readouterr().out
     saved = load_file(runs[1]["run_folder"] / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_adapters_without_peft_get_one_sentence(checkpoint, tmp_path, monkeypatch):
+    find_spec = starter.importlib.util.find_spec
+    monkeypatch.setattr(
+        starter.importlib.util,
+        "find_spec",
+        lambda name: None if name == "peft" else find_spec(name),
+    )
+    with pytest.raises(InputError, match="^lora_rank = 4 .*peft.*not installed here; pip "):
+        starter.main(**settings(checkpoint, tmp_path, lora_rank=4))
