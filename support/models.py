@@ -47,10 +47,10 @@ def turn_dropout_off(policy):
     """Layers that gradient checkpointing runs again are in train mode, and some families' drop out
     by themselves."""
     for module in policy.modules():
-        names = [name for name in vars(module) if "drop" in name]
-        for name in names:
-            if hasattr(module, "gradient_checkpointing") and isinstance(vars(module)[name], float):
-                setattr(module, name, 0.0)
+        if hasattr(module, "gradient_checkpointing"):
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def longest_row(policy, prompt, max_new_tokens):

@@ -34,7 +34,7 @@ def test_arguments_become_parameters_of_main(arguments):
     assert repr(starter.settings_from(arguments.split())) == repr(GIVEN[arguments])
 
 
-@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "--kl 0.1"])
+@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "--rollout 8"])
 def test_wrong_argument_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         starter.settings_from(arguments.split())
