@@ -132,20 +132,15 @@ TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
 class Problems(NamedTuple):
     train: list
     held_out: list
-    skills: list  # of other skills, to see what is forgotten; each has its name under "skill"
 
 
 def load_problems(cfg):
-    """Returns the Problems of cfg.task, and of other skills if the model's folder has some."""
+    """Returns the Problems of cfg.task."""
     task = TASKS.get(cfg.task, cfg.task)
     if not callable(task):
         task = problems_of_files
     train, held_out = task(cfg)
-    skills = []
-    skill_file = Path(cfg.model_id) / "retention.jsonl"
-    if skill_file.is_file():
-        skills = read_problems(skill_file)
-    return Problems(train, held_out[: cfg.n_eval_problems], skills)
+    return Problems(train, held_out[: cfg.n_eval_problems])
 
 
 def problems_of_step(problems, step, n, seed):
@@ -162,6 +157,15 @@ def problems_of_step(problems, step, n, seed):
 
 # --------------------------------------------------------------------------------------------------
 # 2. Model.  In: a checkpoint folder or Hugging Face name. Out: policy and tokenizer.
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+def autocast(device, precision):
+    """Within it the layers compute in this precision. Weights, logits and the loss are float32."""
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 class Float32Head(torch.nn.Linear):
@@ -205,8 +209,6 @@ def find_stop_tokens(policy, tokenizer):
     if not isinstance(stop_tokens, list):
         stop_tokens = [stop_tokens]
     stop_tokens = {*stop_tokens, tokenizer.eos_token_id} - {None}
-    if not stop_tokens:
-        raise InputError("no response could end; set the tokenizer's eos_token, and save it")
     return sorted(stop_tokens)
 
 
@@ -249,7 +251,7 @@ def weights_by_name(policy):
     yield from policy.state_dict().items()
 
 
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
     """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours.
     support/ replaces this function: it knows more kinds of machines."""
     from vllm import LLM
@@ -258,7 +260,7 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     return LLM(
         str(model_id),
         seed=seed,
-        dtype="bfloat16" if bf16 else "float32",
+        dtype=DTYPES[precision],
         hf_overrides={"head_dtype": "float32"},  # like Float32Head
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_mem_util,
@@ -350,10 +352,9 @@ def scale_logits(logits, temperature):
 def draw_from(probs, uniform):
     """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens.
     support/ replaces this function by one that is faster for large vocabularies."""
-    sum_dtype = torch.float64
-    if probs.device.type == "mps":  # which has no float64
-        sum_dtype = torch.float32
-    cumulative = probs.cumsum(dim=1, dtype=sum_dtype)
+    if probs.device.type != "mps":  # which has no float64
+        probs = probs.double()
+    cumulative = probs.cumsum(dim=1)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
 
@@ -422,7 +423,7 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
         is_running = torch.ones_like(ids[:, :1], dtype=torch.bool)
         lengths = torch.zeros_like(ids[:, :1])
         cache = None
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=cfg.bf16):
+        with autocast(policy.device, cfg.precision):
             for t in range(cfg.max_new_tokens):
                 logits, cache = next_logits(policy, ids, cache)
                 tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
@@ -484,25 +485,19 @@ def tagged_answer(text):
 
 def score_answer(response_text, problem):
     """1.0 if the answer in the tags is problem["answer"], 0.1 if it is another, 0.0 without one.
-    This scores the other skills, too, whatever the reward is."""
+    This scores the other skills, too, whatever the reward is.
+    support/ wraps this function: it scores the equations of its Countdown, and answers without
+    tags."""
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
     return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
 
 
-# A key that a problem may have -> what scores its responses in the place of score_answer. support/
-# adds "numbers", of its Countdown, and "last_number", which needs no tags.
-SCORERS = {}
-
-
 def reward_fn(response_text, problem):
     """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give
     one to main(): a function (response_text, problem) -> number. If it has a parameter that is
     named response, it gets the Response as well."""
-    for key, scorer in SCORERS.items():
-        if problem.get(key) is not None:
-            return scorer(response_text, problem)
     return score_answer(response_text, problem)
 
 
@@ -678,15 +673,15 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     return stats
 
 
-def response_logits(model, rows, bf16):
+def response_logits(model, rows, precision):
     """Returns the (N, V) logits at the N response tokens. With padding on the right a causal model
     needs no attention mask."""
-    with torch.autocast(rows["input_ids"].device.type, torch.bfloat16, enabled=bf16):
+    with autocast(rows["input_ids"].device, precision):
         outputs = model(input_ids=rows["input_ids"], use_cache=False)
     return outputs.logits[rows["response_mask"]]
 
 
-def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
+def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
     mask. The logits of all N response tokens are in memory at once; main() bounds N.
     support/ replaces this function by one that holds some of the logits at a time."""
@@ -694,17 +689,19 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     ref_logits = None
     if ref_model is not None:
         with torch.no_grad():  # the only place that runs the reference
-            ref_logits = response_logits(ref_model, rows, bf16)
-    logits = response_logits(model, rows, bf16)
+            ref_logits = response_logits(ref_model, rows, precision)
+    logits = response_logits(model, rows, precision)
     stats = statistics_of_logits(logits, rows["labels"][mask], temperature, ref_logits)
     zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=mask.device)
     return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
 
 
-def get_response_log_probs(model, input_ids, labels, response_mask, temperature=1.0, bf16=False):
+def get_response_log_probs(
+    model, input_ids, labels, response_mask, temperature=1.0, precision="float32"
+):
     """For programs of yours: (B, T) ids and labels -> (B, T) float32 log-probs, 0 where masked."""
     rows = {"input_ids": input_ids, "labels": labels, "response_mask": response_mask.bool()}
-    return token_statistics(model, rows, temperature, bf16)["log_probs"]
+    return token_statistics(model, rows, temperature, precision)["log_probs"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -766,14 +763,22 @@ class KLSettings(SimpleNamespace):
         defaults = vars(cfg_with())
         of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
         super().__init__(**{**of_kl, **changes})
-        check_kl_settings(self)
+        check_names(self)
 
 
-def check_kl_settings(cfg):
-    """Raises InputError for settings of the KL term that would act like others without a word."""
-    check_known("kl_in", cfg.kl_in, ["loss", "loss_to_go", "reward"])
-    check_known("kl_estimator", cfg.kl_estimator, [*ESTIMATORS, *EXACT])
-    check_known("kl_gradient", cfg.kl_gradient, ["reverse", "as_written"])
+def check_names(cfg):
+    """Raises InputError for a name that is not known: it would act like another one, or fail after
+    a whole evaluation. KLSettings has some of the names only."""
+    options = {
+        "engine": ["vllm", "transformers"],
+        "precision": ["auto", *DTYPES],
+        "loss_average": AVERAGES,
+        "kl_in": ["loss", "loss_to_go", "reward"],
+        "kl_estimator": [*ESTIMATORS, *EXACT],
+        "kl_gradient": ["reverse", "as_written"],
+    }
+    for name in options.keys() & vars(cfg).keys():
+        check_known(name, getattr(cfg, name), options[name])
     for name in cfg.kl_adaptation_method.split("+"):
         check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
 
@@ -951,7 +956,10 @@ def compute_loss(
     return loss + kl_loss, means_of_tokens(metadata, mask)
 
 
-def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
+NO_SCALING = torch.amp.GradScaler(enabled=False)
+
+
+def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
     """Forward pass, loss and backward pass of one microbatch.
 
     rows: what make_batch returns, and "weights". The first pass over them sets "old_log_probs", so
@@ -959,7 +967,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
     means over its tokens. recipes/minibatches.patch makes an optimiser step per minibatch.
     support/ wraps this function: where memory runs out, the microbatch is cut in two."""
     mask = rows["response_mask"]
-    stats = token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+    stats = token_statistics(policy, rows, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
     if "old_log_probs" not in rows:
         rows["old_log_probs"] = log_probs.detach()
@@ -980,7 +988,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
         importance_cap=cfg.importance_cap,
     )
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
-    loss.backward()
+    scaler.scale(loss).backward()  # in fp16 small gradients would become 0
     if stats.keys() & metadata.keys():
         raise InputError(f"rename {stats.keys() & metadata.keys()}: compute_loss logs that, too")
     return loss.detach(), {**metadata, **means_of_tokens(stats, mask)}
@@ -991,26 +999,18 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0):
 
 
 def evaluate(policy, llm, tokenizer, problems, cfg):
-    """Samples one response to each held-out problem, of the task and of other skills. Returns
-    {"solved", "reward_mean", "retention_<skill>", ...} and samples (problem, text, reward)."""
-    _, held_out, skills = problems
-    n = len(held_out)
-    prompts = [problem["prompt_ids"] for problem in held_out + skills]
+    """Samples one response to each of the held-out problems. Returns {"solved", "reward_mean", ...}
+    and samples: (problem, text, reward).
+    support/ wraps this function: it adds "retention_<name>" of other skills."""
+    prompts = [problem["prompt_ids"] for problem in problems]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
-    texts, rewards = score(responses[:n], held_out, tokenizer, cfg.reward)
+    texts, rewards = score(responses, problems, tokenizer, cfg.reward)
     metrics = {
         "solved": (rewards >= 1).float().mean().item(),
         "reward_mean": rewards.mean().item(),
-        "response_length": sum(len(r.response_ids) for r in responses[:n]) / n,
+        "response_length": sum(len(r.response_ids) for r in responses) / len(responses),
     }
-    if skills:
-        _, rewards_of_skills = score(responses[n:], skills, tokenizer, score_answer)
-        right_by_skill = {}
-        for problem, reward in zip(skills, rewards_of_skills):
-            right_by_skill.setdefault(problem["skill"], []).append(reward >= 1)
-        for name, is_right in sorted(right_by_skill.items()):
-            metrics[f"retention_{name}"] = torch.stack(is_right).float().mean().item()
-    return metrics, list(zip(held_out, texts, rewards.tolist()))
+    return metrics, list(zip(problems, texts, rewards.tolist()))
 
 
 def log_train(run, step, metrics):
@@ -1142,7 +1142,7 @@ def check_sampler(diff, step, first_diff, cfg):
     if limit is None:
         limit = 0.1 if cfg.engine == "vllm" else 1.0
         if first_diff is not None:
-            limit = 4 * first_diff + (0.02 if cfg.bf16 else 2e-3)  # 0.016 was seen in bf16
+            limit = 4 * first_diff + (2e-3 if cfg.precision == "float32" else 0.02)
     if not diff <= limit:
         raise RunStopped(
             f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token (limit "
@@ -1151,7 +1151,7 @@ def check_sampler(diff, step, first_diff, cfg):
         )
 
 
-def leave_out_rows(policy, batch, step, probe, cfg):
+def leave_out_rows(policy, batch, step, probe, cfg, scaler=NO_SCALING):
     """Without a KL term a row whose advantages are all 0 has no gradient. Returns the batch without
     such rows, which saves their forward pass, too.
 
@@ -1164,7 +1164,7 @@ def leave_out_rows(policy, batch, step, probe, cfg):
     if len(others["labels"]) == 0 or not has_advantage.any():
         return batch
     if step >= probe.get("next_step", 0):
-        grpo_microbatch_step(policy, keep_rows(others, slice(1)), cfg)
+        grpo_microbatch_step(policy, keep_rows(others, slice(1)), cfg, None, 0.0, scaler)
         left_out = clip_gradient(policy, cfg.max_grad_norm) == 0
         policy.zero_grad()
         if left_out != probe.get("left_out"):
@@ -1183,7 +1183,7 @@ def train(
     GRPO. watch: a function (step, metrics, samples) that looks on, from support/."""
 
     def evaluate_at(step):
-        metrics, samples = evaluate(policy, llm, tokenizer, problems, cfg)
+        metrics, samples = evaluate(policy, llm, tokenizer, problems.held_out, cfg)
         log_eval(run, step, metrics)
         if watch is not None:
             watch(step, metrics, samples)
@@ -1194,6 +1194,8 @@ def train(
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     probe = {}
+    scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
+    scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
     if state["before"] is None:
         evaluate_at(state["step"])
         state["before"] = state["after"]
@@ -1218,7 +1220,7 @@ def train(
         batch = make_batch(responses, advantages, policy.device)
         batch["weights"] = weights_of_tokens(batch, cfg)
         if ref_model is None:
-            batch = leave_out_rows(policy, batch, step, probe, cfg)
+            batch = leave_out_rows(policy, batch, step, probe, cfg, scaler)
         n_tokens = batch["response_mask"].sum()
         microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
 
@@ -1229,20 +1231,22 @@ def train(
             beta = controller.beta
             sums = {}
             for rows in microbatches:
-                loss, means = grpo_microbatch_step(policy, rows, cfg, ref_model, beta)
+                loss, means = grpo_microbatch_step(policy, rows, cfg, ref_model, beta, scaler)
                 share = rows["response_mask"].sum() / n_tokens
                 add_scaled(sums, {"loss": loss}, 1.0)
                 add_scaled(sums, means, share)
             sums = sum_over_processes({name: value.item() for name, value in sums.items()})
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
+            scaler.unscale_(optimizer)
             sums["grad_norm"] = clip_gradient(policy, cfg.max_grad_norm)
             add_scaled(metrics, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # else AdamW's moments would move the weights
-                optimizer.step()
+                scaler.step(optimizer)
+            scaler.update()  # after an overflow of fp16 to a smaller scale
             optimizer.zero_grad()
             if not is_finite:
-                print(f"Warning: step {step} is skipped, its loss or gradient is not finite")
+                print(f"Warning: step {step} is skipped: loss or gradient is not finite")
                 break
             if ref_model is not None:
                 controller.update(sums["kl_per_token"], metrics["reward_mean"])
@@ -1259,6 +1263,7 @@ def train(
         state.setdefault("first_diff", metrics["sampler_logprob_diff"])
         state["step"] = step
         state["controller"] = controller.state
+        state["scaler"] = scaler.state_dict()
         log_train(run, step, metrics)
         if watch is not None:
             watch(step, metrics, (asked, texts, rewards, responses))
@@ -1293,32 +1298,35 @@ PRESETS = {
 def apply_preset(cfg):
     """Puts the numbers of a preset into the settings that are None, and prints them."""
     name = "qwen3-1.7b" if cfg.preset == "auto" else cfg.preset
-    check_known("preset", name, PRESETS)
     taken = {key: x for key, x in PRESETS[name].items() if getattr(cfg, key) is None}
     vars(cfg).update(taken)
     print(f"preset {name}: {taken}")
 
 
 def choose_device(cfg):
-    """Replaces "auto" in the settings of device, bf16 and engine, and prints what is used."""
+    """Replaces "auto" in the settings of device, precision and engine, and prints what is used."""
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
-    if cfg.bf16 == "auto":
-        cfg.bf16 = on_gpu or torch.cpu.get_capabilities().get("amx_bf16", False)
+    if cfg.precision == "auto":
+        has_bf16 = torch.cpu.get_capabilities().get("amx_bf16", False)
+        cfg.precision = "float32"
+        if on_gpu:
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            cfg.precision = "fp16"
+        if has_bf16:
+            cfg.precision = "bf16"
     if cfg.engine == "auto":
         has_vllm = importlib.util.find_spec("vllm")
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
-    print(f"{cfg.device} | bf16: {cfg.bf16} | engine: {cfg.engine}")
+    print(f"{cfg.device} | precision: {cfg.precision} | engine: {cfg.engine}")
 
 
 def check_settings(cfg):
     """Raises InputError for a value that would act like another one without a word. Python itself
     finds other mistakes, and support/ explains them."""
-    check_known("engine", cfg.engine, ["vllm", "transformers"])
-    check_known("loss_average", cfg.loss_average, AVERAGES)
-    check_kl_settings(cfg)
+    check_names(cfg)
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(
             f"group_size = {cfg.group_size} must be 2 or more, and divide rollout_batch_size = "
@@ -1381,7 +1389,7 @@ def main(
     max_grad_norm=1.0,
     max_tokens_per_microbatch=None,  # memory and speed, never the gradient
     gradient_checkpointing=False,  # True: less memory, more time
-    bf16="auto",  # autocast; auto: on a GPU, and on a CPU with AMX
+    precision="auto",  # of the layers: "bf16", "fp16", "float32"; auto: what the device has
     frozen_in_bf16=False,  # True: what does not learn (reference, base of LoRA) in half the memory
     # Evaluation and logging
     eval_every=50,  # steps; 0: only before and after
@@ -1432,7 +1440,7 @@ def main(
     if cfg.engine == "vllm":
         longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
         longest += cfg.max_new_tokens
-        llm = init_vllm(cfg.model_id, cfg.seed, longest, cfg.gpu_mem_util, cfg.bf16)
+        llm = init_vllm(cfg.model_id, cfg.seed, longest, cfg.gpu_mem_util, cfg.precision)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trainable,
@@ -1490,15 +1498,12 @@ def test_kl_gradient():
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
 
 
-def log_probs_by_hand(policy, responses):
-    """(B,) sums over the tokens of each response, by a loop over the model's own logits."""
-    sums = torch.zeros(len(responses))
-    for i, response in enumerate(responses):
-        ids = response.prompt_ids + response.response_ids
-        log_p = all_log_probs(policy(torch.tensor([ids])).logits[0], 1.0)
-        for t in range(len(response.prompt_ids), len(ids)):
-            sums[i] += log_p[t - 1, ids[t]]
-    return sums
+def log_prob_by_hand(policy, response):
+    """Returns the log-prob of a response, from the loss that the model itself computes."""
+    ids = torch.tensor([response.prompt_ids + response.response_ids])
+    labels = ids.clone()
+    labels[:, : len(response.prompt_ids)] = -100  # left out of that loss
+    return -policy(input_ids=ids, labels=labels).loss * len(response.response_ids)
 
 
 def test_step():
@@ -1509,14 +1514,14 @@ def test_step():
         vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     policy = LlamaForCausalLM(config)
-    cfg = cfg_with(bf16=False, max_new_tokens=9)
+    cfg = cfg_with(precision="float32", max_new_tokens=9)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
     batch = make_batch(responses, advantages, "cpu")
     batch["weights"] = weights_of_tokens(batch, cfg)
-    before = log_probs_by_hand(policy, responses)
+    before = [log_prob_by_hand(policy, response).item() for response in responses]
     ours = token_statistics(policy, batch, 1.0)["log_probs"].sum(dim=1)
-    torch.testing.assert_close(ours, before, rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours, torch.tensor(before), rtol=0, atol=1e-3)
     gradients = []
     for max_tokens in (100, 1):
         policy.zero_grad()
@@ -1525,8 +1530,8 @@ def test_step():
         gradients.append(policy.lm_head.weight.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
     torch.optim.SGD(policy.parameters(), lr=0.1).step()
-    better, worse = log_probs_by_hand(policy, responses) - before
-    assert better > 0 > worse
+    assert log_prob_by_hand(policy, responses[0]) > before[0]
+    assert log_prob_by_hand(policy, responses[1]) < before[1]
 
 
 def test_functions():
@@ -1544,18 +1549,13 @@ def test_functions():
 # 16. The command line.
 
 
-# What they mean on the command line
-WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
 def value_of(text):
-    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. Other values stay texts."""
-    if text == "inf":
-        return math.inf
+    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "false" -> False. Other values stay texts."""
+    words = {"inf": math.inf, "true": True, "false": False}
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return WORDS.get(text, text)
+        return words.get(text, text)
 
 
 def settings_from(arguments):

@@ -33,7 +33,9 @@ from support import fast, lora, models
 
 MAX_NEW_TOKENS = 12
 PROMPT_LENGTHS = (3, 7, 7, 12, 20)
-CFG = starter.cfg_with(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=[VOCABULARY + 1], bf16=False)
+CFG = starter.cfg_with(
+    max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=[VOCABULARY + 1], precision="float32"
+)
 SECONDS = 120  # that a row may take
 MEMORY = 12 << 30  # bytes that it may ask for
 
@@ -151,7 +153,7 @@ CHECKS = {log_probs: 1e-4, gradients: 1e-3, rollout: 1e-4, first_step: 1e-3, sav
 
 
 def attach_fast(case):
-    problems = starter.Problems([{"prompt_ids": ids} for ids in case.prompts], [], [])
+    problems = starter.Problems([{"prompt_ids": ids} for ids in case.prompts], [])
     fast.attach(case.policy, None, problems, CFG)
 
 

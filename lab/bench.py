@@ -182,7 +182,7 @@ def train_with_trl(settings, rows, each_step=None):
     settings = dict(settings)
     is_noise = settings.pop("noise", True)
     cfg = chosen(settings)
-    problems, _, _ = starter.load_problems(cfg)
+    problems, _ = starter.load_problems(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     prompts = [
         tokenizer.apply_chat_template(
@@ -212,7 +212,7 @@ def train_with_trl(settings, rows, each_step=None):
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
-        bf16=cfg.bf16,
+        precision=cfg.precision,
         seed=cfg.seed,
         per_device_train_batch_size=rows,
         num_generations=cfg.group_size,
@@ -292,7 +292,7 @@ def beside(size, given):
     """Returns a row: a step of ours beside one of TRL's."""
     with tempfile.TemporaryDirectory() as folder:
         settings = make_folder(Path(folder), **SIZES[size]) | dict(
-            bf16=given.dtype == "bfloat16",
+            precision="bf16" if given.dtype == "bfloat16" else "float32",
             use_kl_penalty=given.kl == "on",
             device="cpu",
             n_train_steps=WARM_UP + given.steps,
@@ -325,7 +325,9 @@ def gpu_rows():
         small,
         small | dict(frozen_in_bf16=True),
     ):
-        on_gpu = dict(preset="qwen3-1.7b", device="cuda", bf16=True, engine="vllm", gpu_mem_util=1)
+        on_gpu = dict(
+            preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm", gpu_mem_util=1
+        )
         cfg = chosen(on_gpu | changes)
         for model, shape in QWEN3.items():
             parts = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)

@@ -193,7 +193,7 @@ def main(kills, engine, alone, lora, processes, device):
             "engine": engine,
             "lora_rank": 4 * lora,
             "device": device,
-            "bf16": device != "cpu",
+            "precision": "auto",
         }
         phases, status, printed = run(settings, code, processes)
         if status != 0 or ("support/ is not here" in printed) != alone:

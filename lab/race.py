@@ -44,12 +44,11 @@ def train_with_trl(settings, rows):
     policy, tokenizer = starter.init_policy(cfg.model_id, "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
     held_out = starter.with_prompt_ids(starter.load_problems(cfg).held_out, policy, tokenizer, cfg)
-    problems = starter.Problems([], held_out, [])
     solved = {}  # {step: share}
 
     def after_step(step, seconds, model):
         if step % EVALUATE_EVERY == 0:
-            metrics, _ = starter.evaluate(model, None, tokenizer, problems, cfg)
+            metrics, _ = starter.evaluate(model, None, tokenizer, held_out, cfg)
             solved[step] = metrics["solved"]
 
     after_step(0, 0.0, policy)

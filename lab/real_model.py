@@ -140,7 +140,7 @@ def nats_per_token(model, tokenizer, texts):
 def greedy(model, tokenizer, prompts, max_new_tokens):
     """Returns the ids of the greedy response to each prompt."""
     stops = starter.find_stop_tokens(model, tokenizer)
-    cfg = starter.cfg_with(max_new_tokens=max_new_tokens, stop_token_ids=stops, bf16=False)
+    cfg = starter.cfg_with(max_new_tokens=max_new_tokens, stop_token_ids=stops, precision="float32")
     problems = [{"prompt": prompt} for prompt in prompts]
     problems = starter.with_prompt_ids(problems, model, tokenizer, cfg)
     ids = [problem["prompt_ids"] for problem in problems]

@@ -97,14 +97,14 @@ RECIPES += [dict(recipe="off_policy+sampler_mask")]
 
 # What another machine would see: threads, and the instructions of older processors.
 MACHINES = [
-    dict(bf16=bf16, environment=dict(OMP_NUM_THREADS=threads) | others)
-    for bf16, threads, others in (
-        (False, "2", {}),
-        (False, "1", {}),
-        (True, "2", {}),
-        (True, "1", {}),
-        (False, "2", dict(ATEN_CPU_CAPABILITY="avx2")),
-        (False, "2", dict(ATEN_CPU_CAPABILITY="default")),
+    dict(precision=precision, environment=dict(OMP_NUM_THREADS=threads) | others)
+    for precision, threads, others in (
+        ("float32", "2", {}),
+        ("float32", "1", {}),
+        ("bf16", "2", {}),
+        ("bf16", "1", {}),
+        ("float32", "2", dict(ATEN_CPU_CAPABILITY="avx2")),
+        ("float32", "2", dict(ATEN_CPU_CAPABILITY="default")),
     )
 ]
 
@@ -207,7 +207,9 @@ def measure_kl(start, folder):
     import starter
 
     settings = json.loads((folder / "settings.json").read_text("utf-8"))
-    cfg = starter.cfg_with(**settings | dict(reward=starter.reward_fn, device="cpu", bf16=False))
+    cfg = starter.cfg_with(
+        **settings | dict(reward=starter.reward_fn, device="cpu", precision="float32")
+    )
     ref_model, tokenizer = starter.init_policy(start, "cpu")
     policy, _ = starter.init_policy(folder / "model", "cpu")
     cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)

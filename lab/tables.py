@@ -188,7 +188,7 @@ RUN_TABLES = {
         ],
         {
             "processor": lambda settings: settings["machine"].partition(",")[0],
-            "dtype": lambda settings: "bfloat16" if settings["bf16"] else "float32",
+            "dtype": lambda settings: settings["precision"],
             "threads": lambda settings: settings["OMP_NUM_THREADS"],
             "instructions": lambda settings: settings.get("ATEN_CPU_CAPABILITY", "all"),
         },

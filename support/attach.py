@@ -3,12 +3,13 @@ draws the tokens, scores them, and computes the loss; this folder makes that fas
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import edits, engines, fast, guards, kl_checks, lora, memory, models, presets, ranks
-from support import rules, tasks
+from support import rules, skills, tasks
 
 
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
     edits.restore()
+    edits.wrap(score_answer=tasks.score_answer)
     rules.attach()
     rules.check_kinds(cfg)
     presets.choose(cfg)
@@ -48,6 +49,7 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
+    skills.attach(policy, tokenizer, cfg)
     edits.log_edits(cfg)
     return ref_model
 

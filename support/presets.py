@@ -32,6 +32,7 @@ def choose(cfg):
     """preset="auto" is "tiny" for the built-in model, which is also that of a machine without a GPU
     if none is given, and otherwise "qwen3-1.7b"."""
     if cfg.preset != "auto":
+        starter.check_known("preset", cfg.preset, starter.PRESETS)
         return
     cfg.preset = "qwen3-1.7b"
     on_gpu = "cuda" in str(cfg.device)

@@ -54,14 +54,14 @@ def fault_of_saved_model(policy, problems, run):
     it, in a sentence, or ""."""
     folder, device = run.folder / "model", run.cfg.device
     ranks.gather([])  # when the first process has written it
-    rounds = any(x.dtype == torch.bfloat16 for x in policy.parameters())  # frozen_in_bf16
+    rounds = any(x.dtype != torch.float32 for x in policy.parameters())  # frozen_in_bf16
     limit = 1e-3 if device.type == "cpu" else 1e-2
     if rounds:
         limit = 0.3
     try:
         saved, _ = starter.init_policy(folder, device)
         ids = torch.tensor([problems[0]["prompt_ids"]], device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=rounds):
+        with starter.autocast(device, run.cfg.precision if rounds else "float32"):
             ours = policy(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=2)
             theirs = saved(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=2)
         difference = (ours - theirs).abs().mean().item()
@@ -88,7 +88,7 @@ def measure_kl(policy, ref_model, llm, problems, cfg):
     # The plain cut: of several processes each measures all responses.
     for rows in edits.own("cut_microbatches")(batch, cfg.max_tokens_per_microbatch):
         mask = rows["response_mask"]
-        stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.bf16, ref_model)
+        stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.precision, ref_model)
         measured.append(stats["kl_per_token"][mask])
     return torch.cat(measured)
 

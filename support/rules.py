@@ -22,7 +22,7 @@ from support import edits
 
 KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 # Values of the right kind where the default has another; None: anything goes
-EXAMPLES = {"bf16": True, "max_sampler_diff": 0.1, "kl_clip_threshold": 1.0, "clip_range": None}
+EXAMPLES = {"max_sampler_diff": 0.1, "kl_clip_threshold": 1.0, "clip_range": None}
 # Below these, training would go wrong in silence
 SMALLEST = {
     "epochs_per_rollout": 1,
@@ -125,10 +125,10 @@ def check_settings(cfg):
             "as task, too, or leave eval_file out"
         )
     frozen = cfg.use_kl_penalty or cfg.lora_rank
-    if cfg.frozen_in_bf16 and not (cfg.bf16 and frozen):
+    if cfg.frozen_in_bf16 and not (frozen and cfg.precision != "float32"):
         raise InputError(
-            "frozen_in_bf16 = True needs bf16, and weights that do not learn, as with "
-            "use_kl_penalty or lora_rank; leave it out"
+            "frozen_in_bf16 = True needs precision bf16 or fp16, and weights that do not learn, as "
+            "with use_kl_penalty or lora_rank; leave it out"
         )
     if cfg.lora_rank and importlib.util.find_spec("peft") is None:
         raise InputError(
@@ -202,7 +202,7 @@ def attach():
 def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
-    for problem in problems.train + problems.held_out + problems.skills:
+    for problem in problems.train + problems.held_out:
         ids = problem["prompt_ids"]
         if not ids or max(ids) >= n_rows:
             raise InputError(

@@ -1,6 +1,6 @@
 """Tasks whose problems are made up: Countdown and addition; and files and data sets of many kinds.
 
-Importing this adds the tasks to starter.TASKS, and what scores their answers to starter.SCORERS.
+Importing this adds the tasks to starter.TASKS.
 read_problems takes the place of starter.py's: it reads data sets of the Hugging Face hub and other
 column names too, and says in one sentence what is wrong with a file.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import starter
 from starter import InputError, is_held_out
-from support import rules
+from support import edits, rules
 
 TINY = str(Path(__file__).resolve().parent / "tiny")  # the built-in model; see lab/build_tiny.py
 
@@ -133,8 +133,6 @@ def arithmetic(text):
 def score_countdown(response_text, problem):
     """1.0 where the answer in the tags is arithmetic on the problem's numbers, each used once, with
     the target as its value; 0.1 for another answer, 0.0 for none."""
-    if "target" not in problem:  # a file of yours with a column of numbers
-        return starter.score_answer(response_text, problem)
     answer = starter.tagged_answer(response_text)
     if not answer:
         return 0.0
@@ -160,7 +158,16 @@ starter.TASKS |= {
     "countdown": countdown_problems,
     "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN),
 }
-starter.SCORERS |= {"numbers": score_countdown, "last_number": score_last_number}
+
+
+def score_answer(response_text, problem):
+    """starter.score_answer for these tasks, and for any problem with "last_number"."""
+    if "target" in problem and "numbers" in problem:
+        return score_countdown(response_text, problem)
+    if problem.get("last_number"):
+        return score_last_number(response_text, problem)
+    return edits.own("score_answer")(response_text, problem)
+
 
 # Files and data sets -> problems.
 

@@ -140,7 +140,7 @@ def settings(checkpoint, out_dir, **changes):
         reward=variety,
         device="cpu",
         engine="transformers",
-        bf16=False,
+        precision="float32",
         n_train_steps=4,
         rollout_batch_size=16,
         group_size=4,

@@ -82,7 +82,8 @@ def test_family_is_right_with_support(name, tmp_path):
     assert attach(case) == FAMILIES[name]
     mask = case.batch["response_mask"]
     exact, rounded = (
-        starter.token_statistics(case.policy, case.batch, 1.0, bf16) for bf16 in (False, True)
+        starter.token_statistics(case.policy, case.batch, 1.0, precision)
+        for precision in ("float32", "bf16")
     )
     assert (exact["log_probs"] - rounded["log_probs"])[mask].abs().mean() < 0.2
     if case.policy.supports_gradient_checkpointing:
@@ -108,7 +109,7 @@ def test_family_is_right_with_adapters(name, tmp_path, capsys):
     assert attach(case) == FAMILIES[name]
     assert_right(case, without=[A.gradients])
     own = starter.token_statistics(case.own, case.batch, 1.0)["log_probs"]
-    moved = starter.token_statistics(case.policy, case.batch, 1.0, False, reference)
+    moved = starter.token_statistics(case.policy, case.batch, 1.0, "float32", reference)
     assert (moved["log_probs"] - own).abs().max() > 0.01
     torch.testing.assert_close(moved["kl_per_token"] > 0, case.batch["response_mask"])
 

@@ -18,7 +18,10 @@ GIVEN = {
     "": {},
     "--n_train_steps=50 --use_kl_penalty True": {"n_train_steps": 50, "use_kl_penalty": True},
     "--use_kl_penalty --kl_coef 0.1": {"use_kl_penalty": True, "kl_coef": 0.1},
-    "--use_kl_penalty false --bf16 on": {"use_kl_penalty": False, "bf16": True},
+    "--use_kl_penalty false --mask_truncated true": {
+        "use_kl_penalty": False,
+        "mask_truncated": True,
+    },
     "--kl_ratio_cap inf": {"kl_ratio_cap": math.inf},
     "--clip_range (0.2,0.28)": {"clip_range": (0.2, 0.28)},
     "--eval_file None --resume": {"eval_file": None, "resume": True},

@@ -149,7 +149,7 @@ KL = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")
 LOSS = '    loss = torch.where(mask, loss * rows["weights"], 0.0).sum()\n'
 BATCH = "batch = make_batch(responses, advantages, policy.device)"
 REFERENCE = "        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)\n"
-REF_LOGITS = "            ref_logits = response_logits(ref_model, rows, bf16)\n"
+REF_LOGITS = "            ref_logits = response_logits(ref_model, rows, precision)\n"
 STATISTICS = '        "entropy": -(log_p.exp() * log_p).sum(dim=1),\n'
 WINNERS = {
     "        if kl_settings.kl_in ==": """\
@@ -228,7 +228,7 @@ EDITS = dict(
             second = copy.deepcopy(ref_model)
             for parameter in second.parameters():
                 parameter /= 2
-            ref_logits = (ref_logits + response_logits(second, rows, bf16)) / 2
+            ref_logits = (ref_logits + response_logits(second, rows, precision)) / 2
 """
         },
         with_exact_kl,
@@ -290,9 +290,8 @@ longest = max(len(response.response_ids) for response in responses)
     ),
     reward_in_place=Edit(
         {
-            "    for key, scorer in SCORERS.items():": """\
-    return response_text.count("0")
-    for key, scorer in SCORERS.items():"""
+            "    return score_answer(response_text, problem)": """\
+    return response_text.count("0")"""
         },
         settings=dict(reward=None),
         check=zeros_earn_but_not_in_other_skills,

@@ -49,7 +49,7 @@ def change_weights(policy, seed):
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
 
-CFG = SimpleNamespace(max_new_tokens=20, bf16=False, stop_token_ids=(1,))
+CFG = SimpleNamespace(max_new_tokens=20, precision="float32", stop_token_ids=(1,))
 
 
 def sample(llm, policy, prompts, group_size=4, temperature=1.0, seed=0):
@@ -94,7 +94,7 @@ def test_memory_of_vllm_is_a_share_of_this_gpu_or_gigabytes(monkeypatch, given, 
     monkeypatch.setattr(engines, "ON_CPU", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    engines.init_vllm("model", 0, 128, given, True)
+    engines.init_vllm("model", 0, 128, given, "bf16")
     options = asked.call_args.kwargs
     assert options["gpu_memory_utilization"] == share and options["device_ids"] == [1]
     assert options.get("kv_cache_memory_bytes") == cache

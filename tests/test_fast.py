@@ -55,10 +55,10 @@ def make_rows(lengths=(1, 12, 5, 3, 7, 2), prompt_lengths=(1, 9, 4)):
     return starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
 
 
-def outputs(model, rows, ref_model=None, bf16=False):
+def outputs(model, rows, ref_model=None, precision="float32"):
     """-> {name: (N,) statistic}, {name: gradient} of a sum of those that the loss may use."""
     mask = rows["response_mask"]
-    stats = starter.token_statistics(model, rows, 0.7, bf16, ref_model)
+    stats = starter.token_statistics(model, rows, 0.7, precision, ref_model)
     assert all((values[~mask] == 0).all() for values in stats.values())
     generator = torch.Generator().manual_seed(0)
     loss = 0.0
@@ -85,7 +85,7 @@ def assert_equal_outputs(ours, expected):
 def attach(model, max_new_tokens=20):
     """Calls fast.attach as prepare() does. Returns the names of the functions that it put in."""
     ids = random.Random(0).choices(range(4, 61), k=12)
-    problems = starter.Problems([{"prompt_ids": ids[:3]}, {"prompt_ids": ids}], [], [])
+    problems = starter.Problems([{"prompt_ids": ids[:3]}, {"prompt_ids": ids}], [])
     fast.attach(model, None, problems, starter.cfg_with(max_new_tokens=max_new_tokens))
     return {*edits.OWN}
 
@@ -126,7 +126,7 @@ def test_each_prompt_is_read_once_and_logits_are_made_in_slices(monkeypatch):
     assert max(n_logits) == 7 and sum(n_logits) == 2 * 30  # again in the backward pass
     n_read.clear()
     prompts = [[5, 6, 7]] * 4 + [[8, 9]] * 4
-    cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], bf16=False)
+    cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], precision="float32")
     starter.rollout_with_transformers(model, prompts, cfg, 0)
     assert n_read == [2 * 3, 8]
 
@@ -187,11 +187,11 @@ def test_head_with_adapters_or_in_bf16(kind):
 
 
 @pytest.mark.parametrize(
-    "bf16, chosen, precision",
-    [(False, "none", "none"), (True, "none", "tf32"), (True, "ieee", "ieee")],
+    "precision, chosen, in_the_head",
+    [("float32", "none", "none"), ("fp16", "none", "tf32"), ("bf16", "ieee", "ieee")],
 )
-def test_gpu_multiplies_the_head_alone_in_tf32_where_the_layers_are_in_bf16(
-    bf16, chosen, precision, monkeypatch
+def test_gpu_multiplies_the_head_alone_in_tf32_where_the_layers_are_in_16_bits(
+    precision, chosen, in_the_head, monkeypatch
 ):
     """Forward and backward. In RoPE's angles TF32 would round positions."""
     matmul = torch.backends.cuda.matmul
@@ -204,21 +204,23 @@ def test_gpu_multiplies_the_head_alone_in_tf32_where_the_layers_are_in_bf16(
     edits.replace(token_statistics=fast.token_statistics)
     matmul.fp32_precision = chosen
     try:
-        outputs(model, make_rows((40,)), bf16=bf16)
+        outputs(model, make_rows((40,)), precision=precision)
         elsewhere.append(matmul.fp32_precision)
     finally:
         matmul.fp32_precision = "none"
     # Two slices: forward, and in the backward pass again, and back; then the sum of the gradients
-    assert in_head == [precision] * 6 + [chosen]
+    assert in_head == [in_the_head] * 6 + [chosen]
     assert {*elsewhere} == {chosen}
 
 
 def test_bf16_stays_within_the_rounding_of_the_plain_function():
     model = model_named("qwen3")
     rows = make_rows((300, 40, 7), prompt_lengths=(11, 5))
-    exact, plain = (outputs(model, rows, None, bf16)[0]["log_probs"] for bf16 in (False, True))
+    exact, plain = (
+        outputs(model, rows, None, precision)[0]["log_probs"] for precision in ("float32", "bf16")
+    )
     edits.replace(token_statistics=fast.token_statistics)
-    ours = outputs(model, rows, None, True)[0]["log_probs"]
+    ours = outputs(model, rows, None, "bf16")[0]["log_probs"]
     assert 0 < (ours - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
 
 
@@ -231,7 +233,7 @@ def test_samples_and_their_log_probs_are_those_of_the_plain_functions(family, mo
     model = model_named(family)
     ids = random.Random(0).choices(range(4, 61), k=12)
     prompts = [ids[:1], ids[3:12], ids[:4]]
-    cfg = starter.cfg_with(max_new_tokens=9, stop_token_ids=[5, 6, 7], bf16=False)
+    cfg = starter.cfg_with(max_new_tokens=9, stop_token_ids=[5, 6, 7], precision="float32")
     expected = starter.rollout_with_transformers(model, prompts, cfg, 0, 4)
     edits.replace(**fast.FUNCTIONS)
     for tokens_at_once in (fast.TOKENS_AT_ONCE, 5 * 18):

@@ -22,32 +22,33 @@ def llm(monkeypatch):
     monkeypatch.setattr(engines, "ON_CPU", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     return vllm.LLM
 
 
 def test_a_gpu_gets_bf16_and_vllm(llm):
     cfg = starter.cfg_with()
     starter.choose_device(cfg)
-    assert (cfg.device.type, cfg.bf16, cfg.engine) == ("cuda", True, "vllm")
-    cfg = starter.cfg_with(device="cpu", bf16=False)
+    assert (cfg.device.type, cfg.precision, cfg.engine) == ("cuda", "bf16", "vllm")
+    cfg = starter.cfg_with(device="cpu", precision="float32")
     starter.choose_device(cfg)
-    assert (cfg.device.type, cfg.bf16, cfg.engine) == ("cpu", False, "transformers")
+    assert (cfg.device.type, cfg.precision, cfg.engine) == ("cpu", "float32", "transformers")
 
 
 @pytest.mark.parametrize("init_vllm", [starter.init_vllm, engines.init_vllm])
-@pytest.mark.parametrize("bf16", [True, False])
-def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm, bf16):
-    init_vllm("model", 0, 64, 0.2, bf16)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "float32"])
+def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm, precision):
+    init_vllm("model", 0, 64, 0.2, precision)
     options = llm.call_args.kwargs
     assert options["gpu_memory_utilization"] == 0.2
-    assert options["dtype"] == ("bfloat16" if bf16 else "float32")
+    assert options["dtype"] == starter.DTYPES[precision]
     # Else logits of 16 would round by 0.06
     assert options["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_vllm_starts_on_the_gpu_of_the_policy(llm):
     engines.attach()
-    starter.init_vllm("model", 0, 64, 0.2, True)
+    starter.init_vllm("model", 0, 64, 0.2, "bf16")
     assert llm.call_args.kwargs["device_ids"] == [3]
 
 
@@ -58,7 +59,7 @@ def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm.engine.arg_utils import EngineArgs
 
     with mock.patch("vllm.LLM") as llm:
-        edits.own("init_vllm")("model", 0, 64, 0.2, True)
+        edits.own("init_vllm")("model", 0, 64, 0.2, "bf16")
     known = {*inspect.signature(EngineArgs).parameters, *inspect.signature(LLM).parameters}
     assert llm.call_args.kwargs.keys() <= known
 

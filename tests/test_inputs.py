@@ -48,7 +48,6 @@ WRONG = {
     "--group_size None": "group_size = None must be",
     "--learning_rate": "learning_rate = True must be a number",
     "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be True or False",
-    "--bf16 bf16": "bf16 = 'bf16' must be True or False",
     "--max_sampler_diff none": "max_sampler_diff = 'none' must be a number",
     "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
     "--kl_coef 0.1": "kl_coef = 0.1 changes nothing; leave it out, or set use_kl_penalty",
@@ -123,8 +122,8 @@ def test_preset_follows_model_and_device(monkeypatch, text, has_gpu, expected):
 MISFITS = {
     "--reward exact": "reward = 'exact' must be a function (response_text, problem)",
     "--eval_file x.jsonl --task addition": "is not read by task = 'addition'",
-    "--frozen_in_bf16 --bf16": "use_kl_penalty or lora_rank",
-    "--frozen_in_bf16 --lora_rank 8 --bf16 false": "needs bf16",
+    "--frozen_in_bf16 --precision bf16": "use_kl_penalty or lora_rank",
+    "--frozen_in_bf16 --lora_rank 8 --precision float32": "needs precision bf16",
     "--out_dir /dev/null/a": "cannot be written",
 }
 
@@ -269,7 +268,7 @@ def loaded(checkpoint, text="", n_held_out=30):
     """What rules.check_model looks at."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     problems = [{"prompt": f"add {i}", "answer": i, "prompt_ids": [7, 8]} for i in range(100)]
-    parts = starter.Problems(problems[:40], problems[40 : 40 + n_held_out], [])
+    parts = starter.Problems(problems[:40], problems[40 : 40 + n_held_out])
     cfg = chosen(f"--preset tiny {text}", stop_token_ids=[1])
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=parts, cfg=cfg)
 

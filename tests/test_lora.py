@@ -112,7 +112,7 @@ def test_policy_without_its_adapters_is_the_reference(path, estimator):
     policy, reference = with_adapters(start.requires_grad_())
     if path == "fast":
         use_fast(policy, start)
-    cfg = starter.cfg_with(use_kl_penalty=True, kl_estimator=estimator, bf16=False)
+    cfg = starter.cfg_with(use_kl_penalty=True, kl_estimator=estimator, precision="float32")
     steps = []
     for ref_model in (start.requires_grad_(False), reference):
         rows = make_step(RESPONSES)
@@ -158,10 +158,10 @@ def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [dict(gradient_checkpointing=True), dict(bf16=True, frozen_in_bf16=True)]
+    "changes", [dict(gradient_checkpointing=True), dict(precision="bf16", frozen_in_bf16=True)]
 )
 def test_options_that_save_memory_keep_the_curve(checkpoint, tmp_path, changes, capsys):
-    rounded = LORA | dict(bf16=changes.get("bf16", False))
+    rounded = LORA | dict(precision=changes.get("precision", "float32"))
     runs = [
         starter.main(**settings(checkpoint, tmp_path, **rounded | more)) for more in ({}, changes)
     ]

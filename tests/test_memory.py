@@ -26,7 +26,7 @@ def qwen():
 
 
 def cfg_of(**changes):
-    usual = dict(bf16=True, engine="transformers", use_kl_penalty=True, max_new_tokens=256)
+    usual = dict(precision="bf16", engine="transformers", use_kl_penalty=True, max_new_tokens=256)
     return starter.cfg_with(**{"device": torch.device("cuda"), **usual, **changes})
 
 
@@ -89,16 +89,16 @@ def test_free_memory_of_a_gpu_is_less_what_vllm_takes(monkeypatch):
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_what_does_not_learn_gives_the_same_bits_from_bf16(tmp_path, lora_rank):
     policy, _ = starter.init_policy(save_checkpoint(tmp_path / "model"), "cpu")
-    cfg = starter.cfg_with(lora_rank=lora_rank, use_kl_penalty=True)
+    cfg = starter.cfg_with(lora_rank=lora_rank, use_kl_penalty=True, precision="bf16")
     model = copy.deepcopy(policy).requires_grad_(False)
     if lora_rank:
         pytest.importorskip("peft")
         lora.add_adapters(policy, cfg)
         model = policy
     ids = torch.arange(20)[None] % 9
-    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision="bf16")
     memory.store_frozen_in_bf16(policy, model, cfg)
-    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, bf16=True)
+    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision="bf16")
     assert torch.equal(after, before)
     for name, parameter in model.named_parameters():
         is_stored = "proj" in name and not parameter.requires_grad
@@ -111,7 +111,7 @@ def test_model_whose_bits_would_change_is_refused(checkpoint):
     layer = model.model.layers[0].mlp.down_proj
     layer.forward = lambda x: (x.float()[..., None, :] * layer.weight.float()).sum(dim=-1)
     with pytest.raises(InputError, match="frozen_in_bf16 = True changes the log-probs of Qwen3For"):
-        memory.store_frozen_in_bf16(policy, model, starter.cfg_with())
+        memory.store_frozen_in_bf16(policy, model, starter.cfg_with(precision="bf16"))
 
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -145,7 +145,7 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device, 
     found = []
     for limits in ((math.inf, math.inf), (40, 20)):
         policy, _ = starter.init_policy(checkpoint, "cpu")
-        cfg = starter.cfg_with(bf16=False, max_tokens_per_microbatch=1000)
+        cfg = starter.cfg_with(precision="float32", max_tokens_per_microbatch=1000)
         run = SimpleNamespace(state={}, cfg=cfg)
         edits.restore()
         memory.attach(run)
@@ -187,4 +187,4 @@ def test_other_errors_and_a_lack_for_one_response_stop_the_run(
     memory.attach(SimpleNamespace(state={}, cfg=starter.cfg_with(max_tokens_per_microbatch=90)))
     with pytest.raises(kind, match=words):
         rows = make_step(make_responses((4, 6)))
-        starter.grpo_microbatch_step(policy, rows, starter.cfg_with(bf16=False))
+        starter.grpo_microbatch_step(policy, rows, starter.cfg_with(precision="float32"))

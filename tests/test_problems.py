@@ -33,7 +33,9 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
     trained_on_by_another_seed, _ = starter.TASKS[task](SimpleNamespace(seed=1, n_eval_problems=1))
     assert (len(train), len(held_out)) == (400, 500) and train != trained_on_by_another_seed
     for problem in train + held_out:
-        assert starter.reward_fn(f"<answer>{problem['solution']}</answer>", problem) == 1.0, problem
+        assert tasks.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0, (
+            problem
+        )
         assert 1 <= problem["target"] <= tasks.MAX_TARGET
         numbers = " ".join(map(str, problem["numbers"]))
         assert problem["prompt"].startswith(prompt.format(numbers, problem["target"]))
@@ -62,7 +64,7 @@ def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
     assert not {*map(pair_of, train)} & {*map(pair_of, held_out)}
     for problem in train + held_out:
         assert problem["answer"] == str(sum(pair_of(problem)))
-        assert starter.reward_fn(f"It is {problem['answer']}.", problem) == 1.0
+        assert tasks.score_answer(f"It is {problem['answer']}.", problem) == 1.0
 
 
 # Files, and data sets of the Hugging Face hub
@@ -265,18 +267,16 @@ def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     train, held_out = starter.problems_of_files(cfg)
     assert len(train) + len(held_out) == 1000 and 200 < len(held_out) < 300
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
-    assert starter.load_problems(cfg) == starter.Problems(train, held_out[:7], [])
+    assert starter.load_problems(cfg) == starter.Problems(train, held_out[:7])
     cfg.eval_file = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "x", "answer": 1}])
-    train, held_out, _ = starter.load_problems(cfg)
+    train, held_out = starter.load_problems(cfg)
     assert len(train) == 1000 and held_out == [{"prompt": "x", "answer": "1"}]
 
 
-def test_load_problems_takes_a_function_and_the_skills_of_the_model(tmp_path):
+def test_load_problems_takes_a_function():
     sides = [{"prompt": "a"}], [{"prompt": "b", "anything": 1}]
-    cfg = SimpleNamespace(task=lambda cfg: sides, n_eval_problems=5, model_id=tmp_path)
-    skills = [{"skill": "sort", "prompt": "sort 21", "answer": "12"}]
-    write_jsonl(tmp_path / "retention.jsonl", skills)
-    assert starter.load_problems(cfg) == starter.Problems(*sides, skills)
+    cfg = SimpleNamespace(task=lambda cfg: sides, n_eval_problems=5)
+    assert starter.load_problems(cfg) == sides
 
 
 def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_out(capsys):

@@ -239,7 +239,7 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy_also_where_a_token_is_for
         "weights": torch.tensor([[1.0, 3.0]]),
         "rollout_log_probs": zeros,
     }
-    module.grpo_microbatch_step(None, rows, module.cfg_with(bf16=False))
+    module.grpo_microbatch_step(None, rows, module.cfg_with(precision="float32"))
     for row, weight, gradient in zip(table, (1, 3), logits.grad.tolist()):
         p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
         entropy = -sum(x * math.log(x) for x in p if x)
@@ -374,7 +374,7 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
     module = load("multi_turn", tmp_path)
     stops = list(range(1, 58, 4))  # random weights soon end a turn with one of them
     cfg = module.cfg_with(
-        stop_token_ids=stops, max_new_tokens=24, environment=ThreeTurns, bf16=False
+        stop_token_ids=stops, max_new_tokens=24, environment=ThreeTurns, precision="float32"
     )
     policy, tokenizer = module.init_policy(checkpoint, "cpu")
     problems = module.with_prompt_ids(small_sums(cfg)[0][::20], policy, tokenizer, cfg)

@@ -40,7 +40,7 @@ def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint, monkeypatc
     cfg = starter.cfg_with(
         model_id=str(checkpoint),
         device="cpu",
-        bf16=False,
+        precision="float32",
         temperature=0.7,
         max_tokens_per_microbatch=5,
     )
@@ -82,7 +82,7 @@ def test_hparams_have_the_same_columns_for_every_run(finished):
         plugin = log_of(result["run_folder"]).summary_metadata["_hparams_/session_start_info"]
         content = HParamsPluginData.FromString(plugin.plugin_data.content)
         columns.append(content.session_start_info.hparams)
-    assert columns[0].keys() == columns[1].keys() >= {"device", "bf16", "eval_every"}
+    assert columns[0].keys() == columns[1].keys() >= {"device", "precision", "eval_every"}
     assert [found["seed"].number_value for found in columns] == [0, 3]
     assert columns[0]["reward"].string_value == "variety"
     kl = scalars(finished[0]["run_folder"])["0_headline/kl_per_token"]  # without a penalty
@@ -113,11 +113,15 @@ def test_without_matplotlib_a_line_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bf16, factor, words",
-    [(False, 1.2, "differs from the"), (True, 1.01, "differs"), (False, None, "cannot be read")],
+    "precision, factor, words",
+    [
+        ("float32", 1.2, "differs from the"),
+        ("bf16", 1.01, "differs"),
+        ("float32", None, "cannot be read"),
+    ],
 )
 def test_saved_model_that_is_not_the_policy_is_told_with_the_checkpoint(
-    checkpoint, tmp_path, monkeypatch, bf16, factor, words
+    checkpoint, tmp_path, monkeypatch, precision, factor, words
 ):
     real = starter.weights_by_name
 
@@ -131,4 +135,4 @@ def test_saved_model_that_is_not_the_policy_is_told_with_the_checkpoint(
     monkeypatch.setattr(starter, "weights_by_name", spoiled)
     message = f"the saved model, .*{words}.*; the weights are in .*checkpoint_00000004"
     with pytest.raises(starter.RunStopped, match=message):
-        starter.main(**settings(checkpoint, tmp_path, bf16=bf16))
+        starter.main(**settings(checkpoint, tmp_path, precision=precision))

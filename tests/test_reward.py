@@ -7,6 +7,7 @@ import pytest
 
 import starter
 from starter import Response
+from support import tasks
 
 import torch
 from conftest import make_tokenizer
@@ -22,11 +23,10 @@ LAST_NUMBER = {"answer": "68", "last_number": True}
 
 def reward_of(answer, problem):
     problem = problem if isinstance(problem, dict) else {"answer": problem}
-    return starter.reward_fn(f"<answer>{answer}</answer>", problem)
+    return tasks.score_answer(f"<answer>{answer}</answer>", problem)
 
 
 def test_first_scorer_that_a_problem_asks_for_scores_it():
-    assert list(starter.SCORERS) == ["numbers", "last_number"]
     assert reward_of("3*5+7", {**COUNTDOWN, "last_number": True, "answer": "7"}) == 1.0
     for problem in ({"numbers": None}, {"last_number": None}, {"numbers": [1, 2]}):
         assert reward_of("7", {"answer": "7", **problem}) == 1.0  # not score_countdown's
@@ -93,19 +93,19 @@ def test_last_number_is_the_answer_where_the_problem_says_so():
     right = ["68", "The sum of 23 and 45 is 68.", "68.0", "**68**\n", "23+45=68", "It is $68,"]
     right += ["first 67, no: 68!", "x" * 500 + " 68", "1 " * 500 + "68"]
     for text in right:
-        assert starter.reward_fn(text, LAST_NUMBER) == 1, text
+        assert tasks.score_answer(text, LAST_NUMBER) == 1, text
     wrong = ["", "67", "-68", "68 is 23 + 45", "168", "6 8", "68.5", "1,068"]
     wrong += ["6" * 500 + "68", "168 " + "x" * 197, "<answer>68</answer> 1"]
     for text in wrong:
-        assert starter.reward_fn(text, LAST_NUMBER) == 0, text
+        assert tasks.score_answer(text, LAST_NUMBER) == 0, text
 
 
 def test_tags_must_be_there_and_the_last_pair_counts():
     for text in ("<answer>1</answer><answer>a b</answer> c", "<answer>a b</answer" + ">" * 2):
-        assert starter.reward_fn(text, TEXT) == 1.0
+        assert tasks.score_answer(text, TEXT) == 1.0
     for text in ("a b", "<answer>a b", "a b</answer>", "</answer><answer>a b"):
-        assert starter.reward_fn(text, TEXT) == 0.0
-    assert starter.reward_fn("<answer> \n</answer>", TEXT) == 0.0
+        assert tasks.score_answer(text, TEXT) == 0.0
+    assert tasks.score_answer("<answer> \n</answer>", TEXT) == 0.0
 
 
 PIECES = strategies.text(max_size=9) | strategies.sampled_from(
@@ -125,7 +125,7 @@ def test_reward_of_any_text_is_a_number(pieces):
     text = "".join(piece * times for piece, times in pieces)
     problems = COUNTDOWN, NUMBER, TEXT, LAST_NUMBER
     for problem, text in itertools.product(problems, (text, f"<answer>{text}</answer>")):
-        assert starter.reward_fn(text, problem) in (0.0, 0.1, 1.0)
+        assert tasks.score_answer(text, problem) in (0.0, 0.1, 1.0)
 
 
 def score(texts, problems, reward):
