@@ -166,6 +166,8 @@ def update_state(step, metrics, samples, state):
     skipped = state.setdefault("skipped", [])
     if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
         return
+    if math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1:
+        return  # an overflow of fp16: the next loss is scaled less
     skipped.append(step)
     for text, reward in zip(texts, rewards.tolist()):
         if not math.isfinite(reward):

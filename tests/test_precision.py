@@ -1,0 +1,88 @@
+"""precision: which one a machine gets, and float16 with its loss scale."""
+
+import functools
+import math
+from unittest import mock
+
+import pytest
+
+import starter
+
+import torch
+from conftest import scalars, settings
+
+
+def run(checkpoint, folder, **changes):
+    return starter.main(**settings(checkpoint, folder, precision="fp16", **changes))
+
+
+def scaler_from(scale):
+    """Has runs begin with this loss scale. A large one overflows, as float16 ends at 65,504."""
+    made = functools.partial(torch.amp.GradScaler, init_scale=scale)
+    return mock.patch.object(torch.amp, "GradScaler", made)
+
+
+def weights_of(folder, step):
+    saved = torch.load(folder / f"checkpoint_{step:08d}.pt", weights_only=True)
+    return saved["model"], saved["state"]["scaler"]["scale"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_step_that_overflows_is_skipped_and_said_and_does_not_stop_a_run(
+    checkpoint, tmp_path, capsys, alone, monkeypatch
+):
+    if alone:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
+    with scaler_from(2.0**25):
+        result = run(checkpoint, tmp_path, n_train_steps=9, save_every=1, warmup_steps=0)
+    norms = scalars(result["run_folder"])["train/grad_norm"]
+    n_skipped = sum(not math.isfinite(norm) for norm in norms.values())
+    assert n_skipped > 5 and capsys.readouterr().out.count("is skipped") == n_skipped
+    (before, scale), (after, later_scale) = (weights_of(result["run_folder"], i) for i in (8, 9))
+    assert scale == later_scale == 2.0 ** (25 - n_skipped)
+    start, _ = starter.init_policy(checkpoint, "cpu")
+    moved = [not torch.equal(x, after[name]) for name, x in start.state_dict().items()]
+    assert any(moved)
+
+
+def test_norm_and_step_are_those_of_the_unscaled_gradient(checkpoint, tmp_path):
+    norms = {}
+    for precision, scale in (("float32", 1.0), ("fp16", 2.0**4), ("fp16", 2.0**14)):
+        with scaler_from(scale):
+            given = settings(checkpoint, tmp_path, precision=precision, n_train_steps=1)
+            logged = scalars(starter.main(**given)["run_folder"])
+        norms[precision, scale] = logged["train/grad_norm"][1]
+    exact = norms.pop(("float32", 1.0))
+    assert list(norms.values()) == pytest.approx([exact, exact], rel=0.01)
+
+
+def test_run_in_fp16_that_is_resumed_ends_with_the_same_bits(checkpoint, tmp_path):
+    """The loss scale falls in step 1 and 2: a resumed run must not begin with the first one."""
+    with scaler_from(2.0**25):
+        whole = run(checkpoint, tmp_path / "whole", n_train_steps=4)
+        part = run(checkpoint, tmp_path / "parts", n_train_steps=2)
+        resumed = run(
+            checkpoint, tmp_path / "parts", n_train_steps=4, resume=str(part["run_folder"])
+        )
+    expected, ours = (weights_of(result["run_folder"], 4) for result in (whole, resumed))
+    assert ours[1] == expected[1] < 2.0**25
+    for name, tensor in expected[0].items():
+        assert torch.equal(ours[0][name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "has_gpu, has_bf16, expected",
+    [(True, True, "bf16"), (True, False, "fp16"), (False, True, "bf16"), (False, False, "float32")],
+)
+def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, has_gpu, has_bf16, expected):
+    """A GPU of compute capability 7.5 emulates bf16, which must not count."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or has_bf16,
+    )
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_bf16})
+    cfg = starter.cfg_with()
+    starter.choose_device(cfg)
+    assert cfg.precision == expected
