@@ -11,8 +11,8 @@ def check_settings(cfg):
     edits.restore()
     edits.wrap(score_answer=tasks.score_answer)
     rules.attach()
-    rules.check_kinds(cfg)
     presets.choose(cfg)
+    rules.check_kinds(cfg)
 
 
 def check(run):

@@ -1,12 +1,11 @@
 """Refuses KL terms that are known not to work, for main() and for the integrations."""
 
-from starter import ESTIMATORS, TERM_RULES, InputError, rule_among
+from starter import ESTIMATORS, InputError
 
 
 def check_kl(cfg):
     """Raises InputError for a KL term whose gradient is zero or wrong, unless a paper is to be
-    reproduced. Returns lines about others that are not what their name says. cfg: use_kl_penalty,
-    kl_coef, reproduce_paper, perhaps loss_average, and the KL term's."""
+    reproduced. Returns lines about others that are not what their name says. cfg: main()'s."""
     if not cfg.use_kl_penalty:
         return []
     if not cfg.kl_coef > 0:
@@ -62,20 +61,14 @@ def fault_of(cfg):
 def notes(cfg):
     """Yields lines about a KL term that is not what its name says."""
     if cfg.kl_in == "loss":
-        if cfg.kl_gradient == "as_written":
-            if cfg.kl_estimator == "k2":
-                yield "k2 as written has the gradient of reverse KL in a rollout's first epoch only"
-            if cfg.kl_estimator == "k3":
-                yield "k3 as written has the gradient of forward KL(reference || policy)"
-        elif cfg.kl_estimator in ESTIMATORS and rule_among(TERM_RULES, cfg) is None:
-            yield (
-                f"{cfg.kl_estimator} is its value only; the gradient, which all sampled "
-                "estimators share, is that of KL(policy || reference)"
-            )
+        if cfg.kl_gradient == "as_written" and cfg.kl_estimator == "k2":
+            yield "k2 as written has the gradient of reverse KL in a rollout's first epoch only"
+        if cfg.kl_gradient == "as_written" and cfg.kl_estimator == "k3":
+            yield "k3 as written has the gradient of forward KL(reference || policy)"
         return
     if cfg.kl_in == "loss_to_go" and cfg.kl_estimator == "k3":
         yield "the k3 of later tokens has no bound and enters the gradient; 'exact' has less noise"
-    if getattr(cfg, "loss_average", None) == "grpo":
+    if cfg.loss_average == "grpo":
         yield (
             f"kl_in = {cfg.kl_in!r} under loss_average = 'grpo' is weighted by 1 / own length: "
             "not the gradient of the sequence KL, which 'dr_grpo' gives"

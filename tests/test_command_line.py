@@ -70,7 +70,7 @@ def test_error_is_one_sentence_with_code_1():
     process = start("--seed", "0.5")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert errors == "starter.py stopped: seed = 0.5 must be a whole number, such as 0\n"
+    assert errors == "starter.py stopped: seed = 0.5 must be an int, such as 0\n"
 
 
 @pytest.mark.parametrize(
