@@ -33,13 +33,13 @@ def test_step_that_overflows_is_skipped_and_said_and_does_not_stop_a_run(
 ):
     if alone:
         monkeypatch.setattr(starter, "find_support", lambda: None)
-    with scaler_from(2.0**26):
+    with scaler_from(2.0**24):
         result = run(checkpoint, tmp_path, n_train_steps=12, warmup_steps=0)
     norms = scalars(result["run_folder"])["train/grad_norm"]
     n_skipped = sum(not math.isfinite(norm) for norm in norms.values())
-    assert n_skipped > 5 and capsys.readouterr().out.count("is skipped") == n_skipped
+    assert n_skipped >= 5 and capsys.readouterr().out.count("is skipped") == n_skipped
     after, scale = weights_of(result["run_folder"], 12)
-    assert scale == 2.0 ** (26 - n_skipped)
+    assert scale == 2.0 ** (24 - n_skipped)
     start, _ = starter.init_policy(checkpoint, "cpu")
     moved = [not torch.equal(x, after[name]) for name, x in start.state_dict().items()]
     assert any(moved)
