@@ -1,4 +1,4 @@
-"""Presets for small models, beside the one of starter.py."""
+"""Presets beside the one of starter.py, and which one preset="auto" is."""
 
 import torch
 
@@ -25,18 +25,51 @@ starter.PRESETS |= {
         warmup_steps=3,
         max_tokens_per_microbatch=4_096,
     ),
+    "qwen3-0.6b": starter.PRESETS["qwen3-1.7b"] | {"model_id": "Qwen/Qwen3-0.6B"},
 }
+
+# GB of free memory on a GPU -> a preset, and what is set besides, so that it fits by the formula of
+# support/memory.py. gpu_mem_util is the size of vLLM's cache.
+SMALL = {"lora_rank": 16, "gradient_checkpointing": True, "frozen_in_bf16": True, "gpu_mem_util": 3}
+ON_GPU = {
+    70: ("qwen3-1.7b", {}),
+    20: ("qwen3-1.7b", SMALL | {"learning_rate": 7e-5}),
+    13: ("qwen3-0.6b", SMALL | {"learning_rate": 7e-5}),
+    7: ("smollm2", SMALL | {"learning_rate": 2e-4}),
+    0: ("tiny", {}),
+}
+REFERENCE_GB = 20  # that a copy of all weights of Qwen3-1.7B needs, besides its passes
 
 
 def choose(cfg):
-    """preset="auto" is "tiny" for the built-in model, which is also that of a machine without a GPU
-    if none is given, and otherwise "qwen3-1.7b"."""
+    """preset="auto" is "tiny" for the built-in model, which is also that of a machine without a
+    GPU. On a GPU it is what fits, or "qwen3-1.7b" for a model of yours."""
     if cfg.preset != "auto":
         starter.check_known("preset", cfg.preset, starter.PRESETS)
         return
-    cfg.preset = "qwen3-1.7b"
     on_gpu = "cuda" in str(cfg.device)
     if cfg.device == "auto":
         on_gpu = torch.cuda.is_available()
     if cfg.model_id == "tiny" or (cfg.model_id is None and not on_gpu):
         cfg.preset = "tiny"
+    elif cfg.model_id is None:
+        choose_for_gpu(cfg)
+    else:
+        cfg.preset = "qwen3-1.7b"
+
+
+def choose_for_gpu(cfg):
+    """Takes the largest preset that fits into the free memory, and says so. Given values stay."""
+    device = torch.device("cuda" if cfg.device == "auto" else cfg.device)
+    free_gb = torch.cuda.mem_get_info(device)[0] / 1e9
+    for least_gb, (name, settings) in ON_GPU.items():
+        if cfg.use_kl_penalty and "lora_rank" not in settings:
+            least_gb += REFERENCE_GB
+        if free_gb >= least_gb:
+            break
+    cfg.preset = name
+    unchanged = vars(starter.cfg_with())
+    taken = {key: x for key, x in settings.items() if getattr(cfg, key) == unchanged[key]}
+    vars(cfg).update(taken)
+    card = torch.cuda.get_device_name(device)
+    print(f"{card}, {free_gb:.0f} GB free: preset {name}, and {taken or 'all weights learn'}")

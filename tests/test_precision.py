@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 
 import starter
+from support import memory, presets
 
 import torch
+import transformers
 from conftest import scalars, settings
 
 
@@ -86,3 +88,60 @@ def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, has_gpu, has_bf16
     cfg = starter.cfg_with()
     starter.choose_device(cfg)
     assert cfg.precision == expected
+
+
+# Cards of 8 to 141 GB: name, GB, compute capability, KL penalty -> model, LoRA, precision
+CARDS = [
+    ("RTX 2080", 8, (7, 5), "SmolLM2-135M-Instruct", 16, "fp16"),
+    ("RTX 3060", 12, (8, 6), "SmolLM2-135M-Instruct", 16, "bf16"),
+    ("T4", 15, (7, 5), "Qwen3-0.6B", 16, "fp16"),
+    ("V100", 16, (7, 0), "Qwen3-0.6B", 16, "fp16"),
+    ("RTX 4090", 24, (8, 9), "Qwen3-1.7B", 16, "bf16"),
+    ("A100 of 40 GB", 40, (8, 0), "Qwen3-1.7B", 16, "bf16"),
+    ("L40S", 48, (8, 9), "Qwen3-1.7B", 16, "bf16"),
+    ("H100", 80, (9, 0), "Qwen3-1.7B", 0, "bf16"),
+    ("RTX PRO 6000", 96, (12, 0), "Qwen3-1.7B", 0, "bf16"),
+    ("H200", 141, (9, 0), "Qwen3-1.7B", 0, "bf16"),
+]
+SHAPES = {  # layers, hidden, MLP, heads, of keys and values, of a head, vocabulary
+    "SmolLM2-135M-Instruct": (30, 576, 1536, 9, 3, 64, 49_152),
+    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 128, 151_936),
+    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 128, 151_936),
+}
+NAMES = (
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
+    "head_dim vocab_size".split()
+)
+
+
+@pytest.mark.parametrize("use_kl_penalty", [False, True])
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("card, gb, capability, model, lora_rank, precision", CARDS)
+def test_card_gets_what_fits_by_the_formula(
+    card, gb, capability, model, lora_rank, precision, engine, use_kl_penalty, monkeypatch, capsys
+):
+    total = int(gb * 1e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(0.98 * total), total))
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or capability >= (8, 0),
+    )
+    cfg = starter.cfg_with(engine=engine, use_kl_penalty=use_kl_penalty)
+    presets.choose(cfg)
+    starter.apply_preset(cfg)
+    starter.choose_device(cfg)
+    if gb == 80 and use_kl_penalty:
+        lora_rank = 16  # a reference of its own would not fit
+    assert (cfg.model_id.split("/")[1], cfg.lora_rank, cfg.precision) == (
+        model,
+        lora_rank,
+        precision,
+    )
+    assert f"{card}, {0.98 * gb:.0f} GB free: preset" in capsys.readouterr().out
+    shape = dict(zip(NAMES, SHAPES[model]), tie_word_embeddings=True)
+    config = transformers.Qwen3Config(**shape)
+    needed = memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch)
+    assert sum(needed.values()) <= memory.free_gb(cfg)
