@@ -22,7 +22,6 @@ from support import checkpoints, edits
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
-LONGEST_WAIT = datetime.timedelta(hours=1)  # for the process that writes a checkpoint
 
 if RANK:  # the first process speaks for all
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
@@ -42,19 +41,16 @@ def join(run):
             "precision = 'fp16' scales the loss in one process; use bf16 or float32 for several"
         )
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST_WAIT)
-        atexit.register(leave)
+        longest_wait = datetime.timedelta(hours=1)  # for the process that writes a checkpoint
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=longest_wait)
+        # Gloo's threads need the interpreter once more: one that is late to release a tensor would
+        # find none, and abort a finished run.
+        atexit.register(time.sleep, 0.5)
+        if on_gpu:
+            atexit.register(dist.destroy_process_group)
     checkpoints.attach()  # so that a run may go on with another number of processes
     run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
-
-
-def leave():
-    """Gives gloo's threads the interpreter once more. One that is late to release a tensor would
-    find none, and abort a finished run."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-    time.sleep(0.5)
 
 
 def gather(items):
@@ -77,9 +73,12 @@ def share_of(items):
 
 def divide(policy, ref_model, cfg):
     """Divides the weights, and puts this file's functions around those of starter.py."""
-    for model in (policy, ref_model):
-        if isinstance(model, torch.nn.Module):
-            shard(model, cfg)
+    reshard = None  # each layer after its forward pass
+    if cfg.engine == "transformers":
+        reshard = False  # not before the backward pass, since processes decode at different pace
+    shard(policy, cfg, reshard)
+    if isinstance(ref_model, torch.nn.Module):
+        shard(ref_model, cfg, None)
     weights_by_name = starter.weights_by_name  # LoRA's, if that is used
     edits.wrap(
         rollout_with_transformers=rollout_with_transformers,
@@ -89,48 +88,41 @@ def divide(policy, ref_model, cfg):
         weights_by_name=lambda policy: whole_weights(weights_by_name(policy), policy),
     )
     edits.replace(sum_over_processes=sum_over_processes, clip_gradient=clip_gradient)
-    print(
-        f"{WORLD} processes divide the weights and the work; each runs the model's own forward "
-        "pass, not support/fast.py"
-    )
+    print(f"{WORLD} processes divide the weights and the work, without support/fast.py")
 
 
-def shard(model, cfg):
+def shard(model, cfg, reshard):
     """FSDP2 (arXiv:2304.11277), block by block. Gradients are summed, since the loss is weighted
-    already. Where transformers samples, the policy's layers stay whole from the rollout to the
-    backward pass, since processes decode at different pace."""
+    already."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    learns = any(parameter.requires_grad for parameter in model.parameters())
-    options = {"mesh": init_device_mesh(cfg.device.type, (WORLD,))}
-    if cfg.engine == "transformers" and learns:
-        options["reshard_after_forward"] = False
+    mesh = init_device_mesh(cfg.device.type, (WORLD,))
     n_names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
-    for module in reversed(list(model.modules())):  # inner blocks come first
+    for module in reversed(list(model.modules())):  # inner blocks first, the model last
         is_block = type(module).__name__ in (model._no_split_modules or ())
-        if is_block and all(n_names[id(x)] == 1 for x in module.parameters()):  # nothing is tied
-            fully_shard(module, **options)
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+        is_tied = any(n_names[id(x)] > 1 for x in module.parameters())
+        if module is model or (is_block and not is_tied):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
+def rollout_with_transformers(policy, *options):
     for module in policy.modules():
         if hasattr(module, "unshard"):
             module.unshard()
-    own, first = share_of(prompts)
-    sample = edits.own("rollout_with_transformers")
-    return gather(sample(policy, own, cfg, seed + first * group_size, group_size, temperature))
+    return sample_share(edits.own("rollout_with_transformers"), policy, *options)
 
 
-def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
+def rollout_with_vllm(llm, *options):
+    return sample_share(edits.own("rollout_with_vllm"), llm, *options)
+
+
+def sample_share(sample, model, prompts, cfg, seed, group_size, temperature):
+    """Each response has the seed that it has in one process."""
     own, first = share_of(prompts)
-    sample = edits.own("rollout_with_vllm")
-    return gather(sample(llm, own, cfg, seed + first * group_size, group_size, temperature))
+    return gather(sample(model, own, cfg, seed + first * group_size, group_size, temperature))
 
 
 def score(responses, problems, tokenizer, reward):
@@ -147,19 +139,22 @@ def score(responses, problems, tokenizer, reward):
 def cut_microbatches(batch, max_tokens):
     """This process's microbatches. All processes have the same number of them, since gradients are
     summed after each; some without a token make up for it."""
-    lengths = batch["response_mask"].sum(dim=1)
-    own_rows = lengths.argsort(descending=True, stable=True)[RANK::WORLD]
-    own = starter.keep_rows(batch, own_rows)
+    own = starter.keep_rows(batch, slice(RANK, None, WORLD))
     microbatches = edits.own("cut_microbatches")(own, max_tokens)
     empty = {name: tensor[:1, :1] for name, tensor in batch.items()}
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     most = max(gather([len(microbatches)]))
-    return microbatches + [dict(empty) for _ in range(most - len(microbatches))]
+    return microbatches + [empty] * (most - len(microbatches))
 
 
 def sum_over_processes(sums):
     parts = gather([sums])
     return {name: sum(part[name] for part in parts) for name in sums}
+
+
+def clip_gradient(policy, max_norm):
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    return whole(norm).item()
 
 
 def whole(tensor):
@@ -169,22 +164,13 @@ def whole(tensor):
     return tensor
 
 
-def clip_gradient(policy, max_norm):
-    return whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
-
-
 def whole_weights(weights, policy):
-    """(name, tensor) pairs -> the same with the parts of all processes, one tensor at a time. The
-    names of a tied weight have one tensor, so that it is saved once."""
-    first_name = {}  # of each parameter
-    tied_to = {}
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        tied_to[name] = first_name.setdefault(id(parameter), name)
-    n_names = Counter(tied_to.values())
-    tied = {}
+    """(name, tensor) pairs -> the same with the parts of all processes. The names of a tied weight
+    have one tensor, so that it is saved once."""
+    tied_to = policy.all_tied_weights_keys
+    made = {}
     for name, tensor in weights:
-        first = tied_to.get(name)
-        tensor = tied[first] if first in tied else whole(tensor)
-        if n_names[first] > 1:
-            tied[first] = tensor
-        yield name, tensor
+        first = tied_to.get(name, name)
+        if first not in made:
+            made[first] = whole(tensor)
+        yield name, made[first]
