@@ -19,8 +19,6 @@ try:
 except ImportError:  # Windows: no lock
     fcntl = None
 
-MAX_SKIPPED_STEPS = 5  # in a row, before the run stops
-
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
 # and the signal handlers, which close() puts back
 HELD = contextlib.ExitStack()
@@ -149,10 +147,10 @@ def update_state(step, metrics, samples, state):
         if not math.isfinite(reward):
             print(f"The reward of {text!r:.100} was {reward}; return a number")
             break
-    if skipped[-MAX_SKIPPED_STEPS:] == list(range(step - MAX_SKIPPED_STEPS + 1, step + 1)):
+    if skipped[-5:] == list(range(step - 4, step + 1)):
         raise starter.RunStopped(
-            f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; mend "
-            "the reward or lower learning_rate"
+            "5 steps in a row had a loss or gradient that is not finite; mend the reward or lower "
+            "learning_rate"
         )
 
 
@@ -213,8 +211,8 @@ def evaluation_signs(step, metrics, state, cfg):
     if metrics["solved"] < first["solved"] - 0.1:
         yield (
             "collapse",
-            f"solved fell from {first['solved']:.0%} to {metrics['solved']:.0%}: training does "
-            "harm; lower learning_rate first, for example to a tenth",
+            "solved fell by more than 10 points: training does harm; lower learning_rate first, "
+            "for example to a tenth",
         )
     elif lost:
         yield (
