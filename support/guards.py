@@ -93,10 +93,9 @@ class Guards:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
         self.run.log("eval", numbers, step)
         for i, (problem, text, reward) in enumerate(samples[:3]):
-            answer = problem.get("answer", problem.get("target"))
             sample = (
                 f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
-                f"expected answer: {answer}"
+                f"expected answer: {problem.get('answer', problem.get('target'))}"
             )
             sample = textwrap.indent(sample, "    ")  # so that nothing is taken for markup
             self.run.writer.add_text(f"samples/held_out_{i}", sample, step)
@@ -158,9 +157,9 @@ def step_signs(step, metrics, samples, state, cfg):
     """Yields (sign, text) of what is wrong after a step."""
     problems, texts, _, _ = samples
     n_equal = state["n_equal"]
-    diff = metrics["sampler_logprob_diff"]
     asks_for_tags = cfg.reward is starter.reward_fn and "last_number" not in problems[0]
     if step == 1 and cfg.engine == "transformers":
+        diff = metrics["sampler_logprob_diff"]
         try:
             starter.check_sampler(diff, step, 0.0, cfg)  # as if step 1 had been exact
         except starter.RunStopped:
@@ -211,8 +210,8 @@ def evaluation_signs(step, metrics, state, cfg):
     if metrics["solved"] < first["solved"] - 0.1:
         yield (
             "collapse",
-            "solved fell by more than 10 points: training does harm; lower learning_rate first, "
-            "for example to a tenth",
+            f"solved fell from {first['solved']:.0%} to {metrics['solved']:.0%}: training does "
+            "harm; lower learning_rate first, for example to a tenth",
         )
     elif lost:
         yield (
