@@ -1,8 +1,9 @@
 """Small checkpoints, tasks and settings that the tests share."""
 
-import math
+import importlib.util
 import os
 import random
+import statistics
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
@@ -13,6 +14,7 @@ import pytest
 import starter  # before torch, for which it sets variables
 
 import torch
+from torch.nn.utils import parameters_to_vector
 from tensorboard.summary.writer import event_file_writer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -124,12 +126,22 @@ def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
     advantages = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start : start + group_size]
-        mean = sum(group) / group_size
-        std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (group_size - 1))
-        divisor = std + eps if normalize_by_std else 1.0
-        equal = min(group) == max(group)
-        advantages += [0.0 if equal else (reward - mean) / divisor for reward in group]
+        mean = statistics.mean(group)  # of equal numbers exactly that number
+        divisor = statistics.stdev(group) + eps if normalize_by_std else 1.0
+        advantages += [(reward - mean) / divisor for reward in group]
     return advantages
+
+
+def gradient_of(model):
+    return parameters_to_vector(parameter.grad for parameter in model.parameters())
+
+
+def load_copy(folder):
+    """Returns the starter.py of this folder as a module of its own."""
+    spec = importlib.util.spec_from_file_location("starter_copy", folder / "starter.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def settings(checkpoint, out_dir, **changes):
