@@ -16,8 +16,6 @@ from support import edits
     [
         (verify_kl.gradient_rows, {"n_policies": 3}),
         (verify_kl.mistake_rows, {"n_policies": 3}),
-        pytest.param(verify_kl.variance_rows, {}, marks=pytest.mark.slow),
-        pytest.param(verify_kl.length_rows, {}, marks=pytest.mark.slow),
         pytest.param(verify_kl.explosion_rows, {"n_seeds": 1}, marks=pytest.mark.slow),
     ],
 )
