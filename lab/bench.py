@@ -330,9 +330,9 @@ def gpu_rows():
         )
         cfg = chosen(on_gpu | changes)
         for model, shape in QWEN3.items():
-            parts = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)
+            gb = predicted_gb(qwen3_config(**shape), cfg, cfg.max_tokens_per_microbatch)
             names = ", ".join(f"{name}={value}" for name, value in changes.items())
-            rows.append({"settings": names, "model": model, "gb": f"{sum(parts.values()):.0f}"})
+            rows.append({"settings": names, "model": model, "gb": f"{gb:.0f}"})
     return rows
 
 

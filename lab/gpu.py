@@ -47,7 +47,7 @@ def formula_gb(settings):
     on_gpu = dict(device="cuda", precision="bf16", engine="transformers")
     cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"} | on_gpu)
     config = AutoConfig.from_pretrained(tasks.TINY if cfg.model_id == "tiny" else cfg.model_id)
-    return sum(memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch).values())
+    return memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch)
 
 
 def row_of(model, changes):

@@ -1,92 +1,81 @@
 """How much memory a run takes, and what is done where it is too little."""
 
 import math
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import starter
-from support import edits
-
-PROMPT = 150  # tokens, where no prompt is known yet
+from support import edits, ranks
 
 
 def linear_layers(model):
     """The linear layers, without the LM head."""
-    from transformers.pytorch_utils import Conv1D
-
     head = model.get_output_embeddings()
-    kinds = (torch.nn.Linear, Conv1D)
+    kinds = torch.nn.Linear, Conv1D
     return [x for x in model.modules() if isinstance(x, kinds) and x is not head]
 
 
-def predicted_gb(config, cfg, n_tokens, ranks=1):
-    """A transformers config, main()'s settings, tokens of a microbatch -> {what: gigabytes} in use
-    at the height of the update, or of loading. ranks: processes that divide the weights among
-    themselves.
+def predicted_gb(config, cfg, n_tokens, n_ranks=1):
+    """A transformers config, main()'s settings, tokens of a microbatch -> gigabytes in use when
+    most is: in the update, while the weights are handed over or saved, or after loading. n_ranks:
+    processes that divide the weights among themselves.
 
     The model is built without memory for its weights, so that all are counted. For the backward
     pass a token keeps about 4 bytes (5 in float32) for each input and output of a linear layer, and
     two layers' worth more while the backward pass is in one of them.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config = config.get_text_config()
-    head = model.get_output_embeddings()
-    ends = {*model.get_input_embeddings().parameters(), *head.parameters()}  # one if tied
-    n_ends = sum(p.numel() for p in ends)
-    n_all = sum(p.numel() for p in model.parameters())
-    n_body = n_all - n_ends
+    layers = linear_layers(model)
+    sides = sum(sum(layer.weight.shape) for layer in layers)  # inputs + outputs
+    n_linear = sum(layer.weight.numel() for layer in layers)
     n_head = config.vocab_size * config.hidden_size
-    sides = sum(sum(layer.weight.shape) for layer in linear_layers(model))  # inputs + outputs
-    has_copy = cfg.use_kl_penalty and not cfg.lora_rank  # of the model, as reference
+    n_all = model.num_parameters()
+    n_stored = n_linear if cfg.frozen_in_bf16 else 0  # in 16 bits
 
-    # Weights, in bytes
+    # In bytes: weights; the model as it is loaded; what an update, and a sync with vLLM or a saved
+    # model, take besides what stays
+    weights = loading = 4 * n_all
+    update = 20 * min(n_tokens * config.vocab_size, starter.LOGITS_AT_ONCE)
+    sync = 0
     n_learning = n_all
-    whole = frozen = 4 * n_all
-    n_cast = n_body  # autocast copies them; the reference's copies are gone by then
-    if cfg.frozen_in_bf16:
-        frozen -= 2 * n_body
-    sizes = {"weights": whole}
+    n_cast = n_all - n_head
     if cfg.lora_rank:
         n_learning = cfg.lora_rank * sides
-        sizes = {"weights": frozen, "adapters": 4 * n_learning}
-        if cfg.frozen_in_bf16:
-            n_cast = n_learning
-    if has_copy:
-        sizes["reference"] = frozen
-    sizes["gradients"] = 4 * n_learning
-    sizes["moments"] = 8 * n_learning
-    sizes = {name: size / ranks for name, size in sizes.items()}
-
-    # What the passes take besides
-    sizes["head"] = 20 * min(n_tokens * config.vocab_size, starter.LOGITS_AT_ONCE)
-    if not cfg.lora_rank:
-        sizes["head"] += 4 * n_head
-    n_layers = config.num_hidden_layers
+        n_cast -= n_stored
+        weights += 4 * n_learning - 2 * n_stored
+        sync = 4 * n_linear  # with the adapters added, all of them at once
+    else:
+        update += 4 * n_head
+        if cfg.use_kl_penalty:
+            weights += 4 * n_all - 2 * n_stored
+            loading *= 2
+    staying = (weights + 12 * n_learning) / n_ranks  # with gradients and moments
+    if n_ranks > 1:
+        sync = 4 * n_all
+        if cfg.engine == "transformers":
+            update += 4 * n_all  # the policy is whole from the rollout to the backward pass
     in_layers = 5 * sides  # by a token
+    of_vllm = 4  # by a weight
     if cfg.precision != "float32":
         in_layers = 4 * sides
-        sizes["16-bit copies"] = 2 * n_cast
-    in_two = 2 * in_layers / n_layers
+        of_vllm = 2
+        update += 2 * n_cast  # copies by autocast
+    in_two = 2 * in_layers / config.num_hidden_layers
     if cfg.gradient_checkpointing:
-        in_layers = in_two / 2 + 4 * config.hidden_size * n_layers
-    sizes["activations"] = n_tokens * (in_layers + in_two + 14 * config.hidden_size)
+        in_layers = in_two / 2 + 4 * config.hidden_size * config.num_hidden_layers
+    update += n_tokens * (in_layers + in_two + 14 * config.hidden_size)
     if cfg.engine == "vllm":
-        of_weight = 4
-        if cfg.precision != "float32":
-            of_weight = 2
-            sizes["head"] += 6 * n_head  # the head rounds as vLLM's does
-        if cfg.gpu_mem_util >= 1:  # else the weights are within its share
-            sizes["vLLM"] = of_weight * n_all
-    # Loaded whole and in float32, before anything is divided or stored in bf16
-    sizes["loading"] = max(0, whole * (1 + has_copy) - sum(sizes.values()))
-    return {name: size / 1e9 for name, size in sizes.items()}
+        update += 6 * n_head  # the head rounds as vLLM's does
+        sync += of_vllm * n_head  # it reads each layer into a new one; the largest is the embedding
+        if cfg.gpu_mem_util >= 1:  # else this is within its share
+            staying += of_vllm * n_all + 0.5e9  # and buffers
+    return max(staying + update, staying + sync, loading) / 1e9
 
 
 def free_gb(cfg):
@@ -94,48 +83,40 @@ def free_gb(cfg):
     tells it, else inf."""
     if cfg.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(cfg.device)
-        unit = 1e9
-        if cfg.gpu_mem_util < 1:
-            unit = total
         if cfg.engine == "vllm":
-            free -= cfg.gpu_mem_util * unit
+            free -= cfg.gpu_mem_util * (total if cfg.gpu_mem_util < 1 else 1e9)
         return free / 1e9
-    path = Path("/proc/meminfo")
-    if not path.is_file():
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except FileNotFoundError:
         return math.inf
-    return int(re.search(r"MemAvailable:\s*(\d+) kB", path.read_text("utf-8"))[1]) * 1024 / 1e9
+    return int(re.search(r"MemAvailable:\s*(\d+) kB", text)[1]) * 1024 / 1e9
 
 
 def check_fits(cfg):
     """Raises InputError where the model cannot be trained in the free memory, even with one
     response at a time, and says what would fit. A model that cannot be counted passes."""
-    from transformers import AutoConfig
-
-    n_tokens = cfg.max_new_tokens + PROMPT
-    n_ranks = int(os.environ.get("WORLD_SIZE", 1))
-
-    def needed_gb(**changes):
-        changed = SimpleNamespace(**{**vars(cfg), **changes})
-        return sum(predicted_gb(config, changed, n_tokens, n_ranks).values())
-
+    free = free_gb(cfg)
+    is_rounded = cfg.precision != "float32"
+    remedies = [("lora_rank", 16), ("gradient_checkpointing", True), ("frozen_in_bf16", is_rounded)]
+    needed = []
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
-        needed = needed_gb()
+        for n in range(4):
+            changes = dict(remedies[:n])
+            changed = starter.cfg_with(**vars(cfg) | changes)
+            # 150 is for the prompt, which is not known yet
+            needed.append(predicted_gb(config, changed, cfg.max_new_tokens + 150, ranks.WORLD))
+            if needed[n] <= free:
+                break
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
-    free = free_gb(cfg)
-    if needed <= free:
-        return
-    remedy = "more memory"
-    small = {"lora_rank": 16, "gradient_checkpointing": True}
-    smallest = {**small, "frozen_in_bf16": cfg.precision != "float32"}
-    for changes in (smallest, small, {"lora_rank": 16}, {"use_kl_penalty": False}):
-        if needed_gb(**changes) <= free:  # the last that fits costs least
-            remedy = " and ".join(f"{name} = {value}" for name, value in changes.items())
-    raise starter.InputError(
-        f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB with these settings, even "
-        f"for one response at a time; {free:.1f} GB are free; use {remedy}, or a smaller model"
-    )
+    if changes:
+        raise starter.InputError(
+            f"model_id = {str(cfg.model_id)!r} needs about {needed[0]:.1f} GB with these settings, "
+            f"even for one response at a time, and {needed[-1]:.1f} GB with {changes}; {free:.1f} "
+            "GB are free; take what fits, a smaller model, or more memory"
+        )
 
 
 @torch.no_grad()
@@ -144,27 +125,23 @@ def store_frozen_in_bf16(policy, ref_model, cfg):
     the log-probs keep their bits. Raises InputError for a model where they do not."""
     model = policy if cfg.lora_rank else ref_model  # with LoRA the reference is the policy, too
     ids = torch.arange(16, device=policy.device)[None]
-    before = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision=cfg.precision)
+
+    def log_probs():
+        return starter.get_response_log_probs(model, ids, ids, ids >= 0, 1.0, cfg.precision)
+
+    before = log_probs()
     for layer in linear_layers(model):
         if not layer.weight.requires_grad:
             layer.to(starter.DTYPES[cfg.precision])
-    after = starter.get_response_log_probs(model, ids, ids, ids >= 0, precision=cfg.precision)
-    if not torch.equal(before, after):
+    if not torch.equal(before, log_probs()):
         raise starter.InputError(
             f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it out"
         )
 
 
-def is_out_of_memory(error):
-    """Whether torch raised it because memory ran out. The first words are a GPU's."""
-    return "out of memory" in str(error) or "can't allocate memory" in str(error)
-
-
 def step_in_parts(step, policy, rows, n, *others):
     """Does a microbatch n rows at a time. Returns the loss and the means of all."""
     mask = rows["response_mask"]
-    if len(mask) <= n:
-        return step(policy, rows, *others)
     loss = 0.0
     means = {}
     old_log_probs = []
@@ -180,41 +157,28 @@ def step_in_parts(step, policy, rows, n, *others):
 
 def attach(run):
     """Where memory runs out, nothing is left of the attempt: the microbatches of this optimiser
-    step so far are repeated in smaller parts. Later ones are cut so from the start, also after a
-    resume, for which run.state keeps their size."""
+    step so far are repeated in smaller parts. Later ones are cut so from the start."""
     cfg = run.cfg
     step = starter.grpo_microbatch_step
     done = []  # microbatches whose gradients the policy holds
-    if run.state.get("max_tokens", math.inf) < cfg.max_tokens_per_microbatch:
-        cfg.max_tokens_per_microbatch = run.state["max_tokens"]
-        print(
-            f"microbatches of {cfg.max_tokens_per_microbatch} tokens, since memory ran out before"
-        )
 
     def grpo_microbatch_step(policy, rows, *others):
         if all(p.grad is None for p in policy.parameters()):
             done.clear()
         done.append(rows)
-        todo = [rows]
-        while True:
-            try:
-                for rows in todo:
-                    n = max(1, cfg.max_tokens_per_microbatch // rows["labels"].shape[1])
-                    result = step_in_parts(step, policy, rows, n, *others)
-                return result
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            policy.zero_grad()
-            todo = done
-            n_rows, width = rows["labels"].shape
-            n = min(n, n_rows) // 2
-            if n == 0:
-                raise starter.RunStopped(
-                    "out of memory with a single response at a time; lower max_new_tokens, set "
-                    "gradient_checkpointing = True, or take a smaller model; then resume"
-                )
-            cfg.max_tokens_per_microbatch = run.state["max_tokens"] = n * width
-            print(f"Warning: out of memory: microbatches of {n * width} tokens from here on")
+        n_rows, width = rows["labels"].shape
+        n = min(n_rows, max(1, cfg.max_tokens_per_microbatch // width))
+        try:
+            return step_in_parts(step, policy, rows, n, *others)
+        except RuntimeError as error:
+            # The words of a GPU, and of a CPU
+            if n == 1 or not re.search("out of memory|can't allocate memory", str(error)):
+                raise
+        most = cfg.max_tokens_per_microbatch = n // 2 * width
+        print(f"Warning: out of memory: microbatches of {most} tokens from here on")
+        policy.zero_grad()
+        for rows in list(done):
+            result = grpo_microbatch_step(policy, rows, *others)
+        return result
 
     edits.wrap(grpo_microbatch_step=grpo_microbatch_step)
