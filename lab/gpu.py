@@ -1,90 +1,76 @@
-"""Runs of starter.py on one NVIDIA GPU, sampled by transformers -> lab/results/gpu.csv.
+"""What this project does on one NVIDIA GPU.
 
-    python -m lab.gpu --runs 0 1    some of RUNS, a row each; without --runs all
-
-The built-in model and SmolLM2 (lab/real_model.py) are trained by their presets. Qwen3's shapes have
-random weights and rewards, so that nearly all responses are cut at 256 tokens; three steps of the
-preset's 16 prompts x 8 responses. Seconds are medians without the first step. GB is the most that
-torch's tensors took; formula_gb is what support/memory.py predicts of it.
+python -m lab.gpu --memory    the formula of support/memory.py for Qwen3's sizes -> gpus.csv
 """
 
-import argparse
-import statistics
-import tempfile
-from pathlib import Path
+import sys
 
-from lab import bench, real_model
-from lab.rows import append_rows, where
+from lab import bench
+from lab.rows import write_csv
 
-SMALL = dict(lora_rank=16, gradient_checkpointing=True, frozen_in_bf16=True)
-RUNS = (
-    ("built-in", {}),
-    ("SmolLM2", {}),
-    ("Qwen3-0.6B", {}),
-    ("Qwen3-1.7B", {}),
-    ("Qwen3-1.7B", dict(use_kl_penalty=True)),
-    ("Qwen3-1.7B", dict(gradient_checkpointing=True)),
-    ("Qwen3-1.7B", SMALL),
-)
-
-
-def settings_of(model, folder):
-    """Returns settings of main() for a run of this model. Writes random weights into folder."""
-    if model in bench.QWEN3:
-        made = bench.make_folder(Path(folder), **bench.QWEN3[model], new_tokens=256)
-        return made | dict(preset="qwen3-1.7b", rollout_batch_size=128, n_train_steps=3)
-    if model == "SmolLM2":
-        return dict(preset="smollm2", model_id=str(real_model.model_folder()), noise=False)
-    return dict(preset="tiny", noise=False)
-
-
-def formula_gb(settings):
-    """Returns what support/memory.py predicts for a GPU without vLLM."""
-    from transformers import AutoConfig
-
-    from support import memory, tasks
-
-    on_gpu = dict(device="cuda", precision="bf16", engine="transformers")
-    cfg = bench.chosen({name: x for name, x in settings.items() if name != "noise"} | on_gpu)
-    config = AutoConfig.from_pretrained(tasks.TINY if cfg.model_id == "tiny" else cfg.model_id)
-    return memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch)
-
-
-def row_of(model, changes):
-    """Returns the row of one run, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(model, folder) | changes | dict(engine="transformers")
-        formula = formula_gb(settings)
-        result = bench.run_ours(settings)
-    logged = result["logged"]
-    later = {
-        tag: statistics.median(x for step, x in logged[tag] if step > 1)
-        for tag in ("time/total", "time/rollout", "train/sampler_logprob_diff")
-    }
-    return {
-        "model": model,
-        "settings": ", ".join(f"{k}={v}" for k, v in changes.items()),
-        "step_s": f"{later['time/total']:.2f}",
-        "rollout_s": f"{later['time/rollout']:.2f}",
-        "gb": f"{result['gb']:.1f}",
-        "formula_gb": f"{formula:.1f}",
-        "sampler_diff": f"{later['train/sampler_logprob_diff']:.4f}",
-        "solved": "" if model in bench.QWEN3 else f"{100 * logged['eval/solved'][-1][1]:.1f}",
-        **where(),
-    }
+SHAPES = {
+    "Qwen3-0.6B": dict(num_hidden_layers=28, hidden_size=1024, intermediate_size=3072),
+    "Qwen3-1.7B": dict(num_hidden_layers=28, hidden_size=2048, intermediate_size=6144),
+    "Qwen3-4B": dict(
+        num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32
+    ),
+    "Qwen3-8B": dict(
+        num_hidden_layers=36,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+    "SmolLM2-135M": dict(
+        num_hidden_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=49_152,
+    ),
+}
+LORA = dict(lora_rank=16)
+CHECKPOINTING = dict(gradient_checkpointing=True)
+SMALL = LORA | CHECKPOINTING | dict(frozen_in_bf16=True)
+MEMORY = [  # settings whose memory is computed
+    {},
+    dict(use_kl_penalty=True),
+    CHECKPOINTING,
+    LORA,
+    LORA | CHECKPOINTING,
+    SMALL,
+]
 
 
-def main():
-    import torch
+# 1. Memory by the formula.
 
-    card = torch.cuda.get_device_name()
-    parser = argparse.ArgumentParser(description="runs of starter.py on one NVIDIA GPU")
-    parser.add_argument("--runs", nargs="*", type=int, default=range(len(RUNS)))
-    for number in parser.parse_args().runs:
-        row = row_of(*RUNS[number]) | {"machine": card}
-        print(row, flush=True)
-        append_rows("gpu", [row])
+
+def config_of(name):
+    """Returns the configuration of a Qwen3 of this shape."""
+    from transformers import Qwen3Config
+
+    usual = dict(num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True)
+    return Qwen3Config(**{**usual, **SHAPES[name]})
+
+
+def memory_rows():
+    """Trainer, reference and vLLM's weights, with microbatches of 4,096 tokens. vLLM's cache comes
+    on top."""
+    from support.memory import predicted_gb
+
+    on_gpu = dict(device="cuda", precision="bf16", engine="vllm", gpu_mem_util=1)
+    rows = []
+    for changes in MEMORY:
+        cfg = bench.chosen({"preset": "qwen3-1.7b", **on_gpu, **changes})
+        names = ", ".join(f"{name}={value}" for name, value in changes.items())
+        for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
+            gb = predicted_gb(config_of(model), cfg, cfg.max_tokens_per_microbatch)
+            rows.append({"settings": names, "model": model, "gb": f"{gb:.0f}"})
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    if "--memory" in sys.argv:
+        write_csv("gpus", memory_rows())

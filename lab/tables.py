@@ -391,7 +391,7 @@ def speed_table():
 
 
 def gpu_table():
-    """By the formula of support/memory.py, written by `python -m lab.bench --gpus`."""
+    """By the formula of support/memory.py, written by `python -m lab.gpu --memory`."""
     groups = grouped(read_csv("gpus"), "settings")
     models = list(dict.fromkeys(row["model"] for row in read_csv("gpus")))
     lines = [

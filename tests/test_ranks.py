@@ -1,7 +1,7 @@
 """Tests of support/ranks.py: several processes under torchrun compute what one process computes.
 
 torchrun starts this very file as a program, which makes many runs one after the other, since each
-start of a process takes seconds. lab/crash_test.py --processes 2 kills such runs.
+start of a process takes seconds. `python -m lab.crash_test processes` kills such runs.
 """
 
 import functools
