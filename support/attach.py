@@ -2,8 +2,8 @@
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
-from support import edits, engines, fast, guards, kl_checks, lora, memory, models, presets, ranks
-from support import rules, skills, tasks
+from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, presets
+from support import ranks, rules, skills, tasks
 
 
 def check_settings(cfg):
@@ -49,6 +49,7 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
+    gpu.attach(policy, ref_model, problems, cfg)
     skills.attach(policy, tokenizer, cfg)
     edits.log_edits(cfg)
     return ref_model

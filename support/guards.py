@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import starter
-from support import ranks, report
+from support import gpu, ranks, report
 
 try:
     import fcntl
@@ -110,6 +110,7 @@ class Guards:
         }
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            numbers |= gpu.share_of_peak(metrics, self.run.cfg)
         if "kl_per_token" in metrics:
             numbers["0_headline/kl_per_token"] = metrics["kl_per_token"]
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
