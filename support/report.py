@@ -3,8 +3,7 @@
 import importlib.util
 import math
 import re
-import shutil
-from pathlib import Path
+from dataclasses import astuple
 
 import torch
 
@@ -14,65 +13,36 @@ from support import edits, ranks
 
 def report(result, policy, ref_model, llm, tokenizer, problems, run):
     """Adds "kl_per_token" and "kl_per_sequence" to the result. Prints what training has changed.
-    Writes report.txt and a picture of the curves into the run's folder."""
-    cfg, state, n = run.cfg, run.state, len(problems.held_out)
-    fault = fault_of_saved_model(policy, problems.held_out, run)
-    nats = measure_kl(policy, ref_model, llm, problems.held_out, cfg)
-    result["kl_per_token"] = nats.mean().item()
-    result["kl_per_sequence"] = nats.sum().item() / n
-    if not run.writes_files:
-        return
-    minutes = state.get("seconds", 0.0) / 60
-    lines = [f"\n=== Report: step {state['step']}, {minutes:.1f} min of training ==="]
+    Writes report.txt and a picture of the curves into the run's folder. Raises RunStopped where
+    the saved model is not the policy."""
+    n = len(problems.held_out)
+    nats = measure_kl(policy, ref_model, llm, problems.held_out, run.cfg)
+    kl = {"kl_per_token": nats.mean().item(), "kl_per_sequence": nats.sum().item() / n}
+    result |= kl
+    run.log("eval", kl, run.state["step"])
+    if run.writes_files:
+        log_hparams(run)
+        draw(run)
+        text = "\n".join(lines_of_report(result, n, run))
+        print(text)
+        (run.folder / "report.txt").write_text(text + "\n", "utf-8")
+    check_saved_model(policy, problems.held_out, run)
+
+
+def lines_of_report(result, n, run):
+    """Yields lines. n: the number of held-out problems."""
+    yield f"\n=== Report: step {run.state['step']} ==="
     for name, after in result["after"].items():
         if name == "solved" or name.startswith("retention_"):
             before = result["before"][name]
-            points = 100 * (after - before)
-            lines.append(f"  {name:<18} {before:6.1%} -> {after:6.1%}  ({points:+.1f} points)")
+            change = f"({100 * (after - before):+.1f} points)"
+            yield f"  {name:<18} {before:6.1%} -> {after:6.1%}  {change}"
     low, high = wilson_interval(result["after"]["solved"], n)
-    lines.append(f"solved: 95 % interval {low:.1%} to {high:.1%}, of {n} held-out problems")
-    lines.append(
-        f"KL(policy || {'start' if ref_model is None else 'reference'}): "
-        f"{result['kl_per_token']:z.3f} nats per token, "
+    yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
+    yield (
+        f"KL(policy || model before training): {result['kl_per_token']:z.3f} nats per token, "
         f"{result['kl_per_sequence']:z.2f} nats per response"
     )
-    skills = Path(cfg.model_id) / "retention.jsonl"
-    if skills.is_file():  # for whoever trains the saved model further
-        shutil.copy(skills, run.folder / "model")
-    log_hparams(result, run)
-    lines.append(draw(run))
-    print("\n".join(lines), flush=True)
-    (run.folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
-    if fault:
-        raise starter.RunStopped(fault)
-
-
-@torch.no_grad()
-def fault_of_saved_model(policy, problems, run):
-    """Reads the saved model and compares it with the policy, on a prompt, in float32: in bf16
-    an adapter beside a weight and one merged into it round differently. Returns what is wrong with
-    it, in a sentence, or ""."""
-    folder, device = run.folder / "model", run.cfg.device
-    ranks.gather([])  # when the first process has written it
-    rounds = any(x.dtype != torch.float32 for x in policy.parameters())  # frozen_in_bf16
-    limit = 1e-3 if device.type == "cpu" else 1e-2
-    if rounds:
-        limit = 0.3
-    try:
-        saved, _ = starter.init_policy(folder, device)
-        ids = torch.tensor([problems[0]["prompt_ids"]], device=device)
-        with starter.autocast(device, run.cfg.precision if rounds else "float32"):
-            ours = policy(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=2)
-            theirs = saved(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=2)
-        difference = (ours - theirs).abs().mean().item()
-    except Exception as error:  # code and files of the model's authors
-        found = f"cannot be read ({' '.join(str(error).split())[:200]})"
-    else:
-        if difference < limit:
-            return ""
-        found = f"differs from the policy by {difference:.2g} nats"
-    kept = max(run.folder.glob("checkpoint_*.pt"), default="no checkpoint")
-    return f"the saved model, {folder}, {found}; the weights are in {kept}"
 
 
 @torch.no_grad()
@@ -87,22 +57,44 @@ def measure_kl(policy, ref_model, llm, problems, cfg):
     measured = []
     # The plain cut: of several processes each measures all responses.
     for rows in edits.own("cut_microbatches")(batch, cfg.max_tokens_per_microbatch):
-        mask = rows["response_mask"]
         stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.precision, ref_model)
-        measured.append(stats["kl_per_token"][mask])
+        measured.append(stats["kl_per_token"][rows["response_mask"]])
     return torch.cat(measured)
+
+
+@torch.no_grad()
+def check_saved_model(policy, problems, run):
+    """Raises RunStopped where the saved model has other log-probs than the policy, on a prompt, in
+    float32: in bf16 an adapter beside a weight and one merged into it round differently."""
+    ranks.gather([])  # when the first process has written it
+    saved, _ = starter.init_policy(run.folder / "model", policy.device)
+    precision = "float32"
+    limit = 1e-2
+    if run.cfg.frozen_in_bf16:
+        precision = run.cfg.precision
+        limit = 0.3
+    ids = torch.tensor([problems[0]["prompt_ids"]], device=policy.device)
+    with starter.autocast(policy.device, precision):
+        ours = policy(input_ids=ids, use_cache=False).logits.log_softmax(dim=2)
+        theirs = saved(input_ids=ids, use_cache=False).logits.log_softmax(dim=2)
+    difference = (ours - theirs).abs().mean()
+    if not difference < limit:  # nan, too
+        kept = max(run.folder.glob("checkpoint_*.pt"), default="no checkpoint")
+        raise starter.RunStopped(
+            f"{run.folder}/model differs from the policy by {difference:.2g} nats; use {kept}"
+        )
 
 
 def wilson_interval(share, n):
     """Returns the ends of the 95 % interval of a share of n (E. B. Wilson, 1927)."""
     z = 1.96
-    scale = 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half_width = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / scale
-    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+    total = n + z**2
+    centre = share * n + z**2 / 2
+    half_width = z * math.sqrt(share * (1 - share) * n + z**2 / 4)
+    return (centre - half_width) / total, (centre + half_width) / total
 
 
-def log_hparams(result, run):
+def log_hparams(run):
     """A row of TensorBoard's HPARAMS page, with all settings. TensorBoard is not given a list of
     columns, since it then puts first what differs between runs; its first metrics are those of
     0_headline."""
@@ -115,19 +107,17 @@ def log_hparams(result, run):
         settings[name] = value
     for summary in hparams(settings, {})[1:]:  # `add_hparams` would begin a second file
         run.writer.file_writer.add_summary(summary)
-    if not run.cfg.use_kl_penalty:
-        run.log("eval", {"0_headline/kl_per_token": result["kl_per_token"]}, run.state["step"])
 
 
 def draw(run):
-    """Puts curve.png into the run's folder and log. Returns a line for the report."""
+    """Puts curve.png into the run's folder and log."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "no picture: matplotlib is not installed"
+        print("no picture of the curves: matplotlib is not installed")
+        return
     run.writer.flush()
     figure = draw_curve(run.folder)
     figure.savefig(run.folder / "curve.png")
-    run.writer.add_figure("pictures/curve", figure, run.state["step"], close=False)
-    return "picture: curve.png in the run's folder"
+    run.writer.add_figure("pictures/curve", figure, run.state["step"])
 
 
 def draw_curve(folder):
@@ -139,14 +129,11 @@ def draw_curve(folder):
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     figure = Figure(figsize=(4.2, 5.6), dpi=110, layout="constrained")
     upper, lower = figure.subplots(2)
-    upper.set_title("reward and held-out problems")
-    lower.set_title("KL, nats per token")
-    drawn = re.compile("train/reward_mean|eval/(solved|retention_.*)|train/kl_per_token")
-    for tag in filter(drawn.fullmatch, log.Tags()["scalars"]):
-        panel = lower if "kl" in tag else upper
-        events = log.Scalars(tag)
-        steps, values = [event.step for event in events], [event.value for event in events]
-        panel.plot(steps, values, ".-", label=tag.partition("/")[2].removeprefix("retention_"))
+    lower.set(title="KL, nats per token", xlabel="step")
+    for tag in log.Tags()["scalars"]:
+        if re.fullmatch("train/(reward_mean|kl_per_token)|eval/(solved|retention_.*)", tag):
+            panel = lower if "kl" in tag else upper
+            _, steps, values = zip(*map(astuple, log.Scalars(tag)))
+            panel.plot(steps, values, ".-", label=tag)
     upper.legend(fontsize=8)
-    lower.set_xlabel("step")
     return figure

@@ -1,9 +1,7 @@
 """Tests of `python starter.py --name value`."""
 
 import inspect
-import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from conftest import settings
 import starter
 
 GIVEN = {
-    "": {},
     "--n_train_steps=50 --use_kl_penalty True": {"n_train_steps": 50, "use_kl_penalty": True},
     "--use_kl_penalty --kl_coef 0.1": {"use_kl_penalty": True, "kl_coef": 0.1},
     "--use_kl_penalty false --mask_truncated true": {
@@ -25,8 +22,7 @@ GIVEN = {
     "--kl_ratio_cap inf": {"kl_ratio_cap": math.inf},
     "--clip_range (0.2,0.28)": {"clip_range": (0.2, 0.28)},
     "--eval_file None --resume": {"eval_file": None, "resume": True},
-    "--resume runs/a=b --seed -1": {"resume": "runs/a=b", "seed": -1},
-    "--resume=runs/a=b": {"resume": "runs/a=b"},
+    "--resume=runs/a=b --seed -1": {"resume": "runs/a=b", "seed": -1},
     # A text that is no literal stays a text. It is never executed.
     "--seed __import__('os').abort()": {"seed": "__import__('os').abort()"},
 }
@@ -47,11 +43,10 @@ def test_wrong_argument_is_refused(arguments, capsys):
 
 def test_help_lists_every_parameter_with_its_comment(capsys):
     with pytest.raises(SystemExit) as end:
-        starter.settings_from(["--n_train_steps", "5", "--help"])
+        starter.settings_from(["--help"])
     assert not end.value.code
     printed = capsys.readouterr().out
-    for name in inspect.signature(starter.main).parameters:
-        assert re.search(rf"[ ]{name}=", printed)
+    assert {*inspect.signature(starter.main).parameters} <= {*re.findall(r" (\w+)=", printed)}
     assert "# responses to one prompt" in printed and "cfg = " not in printed
 
 
@@ -61,7 +56,6 @@ def start(*arguments):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -78,10 +72,7 @@ def test_error_is_one_sentence_with_code_1():
 )
 def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     """While it trains, it ends after its step with a checkpoint and the model."""
-    task = tmp_path / "sums.jsonl"
-    lines = [json.dumps({"prompt": f"add {a} 1", "answer": a + 1}) for a in range(50)]
-    task.write_text("\n".join(lines))
-    given = settings(checkpoint, tmp_path / "runs", task=task, n_train_steps=10_000)
+    given = settings(checkpoint, tmp_path, task="countdown_small", n_train_steps=10_000)
     del given["reward"]
     process = start(*(f"--{name}={value}" for name, value in given.items()))
     for line in process.stdout:
@@ -92,6 +83,6 @@ def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     assert process.returncode == 130 and "Traceback" not in errors
     if moment == "Step 1 |":
         assert "--resume " in printed
-        [folder] = (tmp_path / "runs").iterdir()
+        [folder] = tmp_path.iterdir()
         assert list(folder.glob("checkpoint_*.pt"))
         assert (folder / "model" / "config.json").is_file()
