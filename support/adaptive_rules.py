@@ -7,7 +7,6 @@ is the form that does what the name promises.
 
 import math
 
-import torch
 import torch.nn.functional as F
 
 import starter
@@ -26,12 +25,12 @@ def clip_sound(kl, d, mask, cfg):
 
 def sigmoid(kl, d, mask, cfg):
     """Close to a constant factor of 0.5."""
-    return torch.sigmoid(kl - cfg.kl_target) * kl
+    return kl * F.sigmoid(kl - cfg.kl_target)
 
 
 def sigmoid_sound(kl, d, mask, cfg):
     """The slope rises from 0 below the target to 1 above it."""
-    return cfg.kl_target / 10 * F.softplus(10 * kl / cfg.kl_target - 10)
+    return F.softplus(kl - cfg.kl_target, beta=10 / cfg.kl_target)
 
 
 def length_normalized(kl, d, mask, cfg):
@@ -46,26 +45,24 @@ def length_normalized_sound(kl, d, mask, cfg):
 
 def moving_average(state, name, value):
     """Keeps 0.8 of the average before and 0.2 of this value. The first value is the average."""
-    if name in state:
-        value = 0.8 * state[name] + 0.2 * value
-    state[name] = value
-    return value
+    state[name] = 0.8 * state.get(name, value) + 0.2 * value
+    return state[name]
 
 
 def target(controller, cfg, kl, reward):
     """Without bounds beta winds down while the policy is still at the reference."""
+    beta = controller.beta
     if kl > 1.5 * cfg.kl_target:
-        return controller.beta * 1.5
-    if kl < 0.5 * cfg.kl_target:
-        return controller.beta * 0.75
-    return controller.beta
+        beta *= 1.5
+    elif kl < 0.5 * cfg.kl_target:
+        beta *= 0.75
+    return beta
 
 
 def target_sound(controller, cfg, kl, reward):
     """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
-    average = moving_average(controller.state, "kl", kl)
-    error = math.log(max(average, 1e-9) / cfg.kl_target)
-    beta = controller.beta * math.exp(0.1 * max(-1.0, min(1.0, error)))
+    ratio = moving_average(controller.state, "kl", kl) / cfg.kl_target
+    beta = controller.beta * max(1 / math.e, min(math.e, ratio)) ** 0.1
     return max(0.1 * controller.start, min(10 * controller.start, beta))
 
 
@@ -82,19 +79,21 @@ def dynamic(controller, cfg, kl, reward):
 def dynamic_sound(controller, cfg, kl, reward):
     """Moves once in 10 steps by the average reward, up as well as down, below a ceiling that
     falls to a floor above 0."""
-    step, start, beta = controller.state["step"], controller.start, controller.beta
+    step = controller.state["step"]
+    start = controller.start
     floor = max(cfg.beta_min, 0.1 * start)
-    progress = min(1.0, step / cfg.beta_schedule_steps)
-    ceiling = start * (floor / start) ** progress
+    ceiling = start * (floor / start) ** (step / cfg.beta_schedule_steps)
+    beta = controller.beta
     average = moving_average(controller.state, "reward", reward)
-    if step % 10 == 0 and average > cfg.reward_threshold:
-        beta *= cfg.dynamic_beta_decay
-    elif step % 10 == 0:
-        beta /= cfg.dynamic_beta_decay
+    if step % 10 == 0:
+        if average > cfg.reward_threshold:
+            beta *= cfg.dynamic_beta_decay
+        else:
+            beta /= cfg.dynamic_beta_decay
     return max(floor, min(ceiling, beta))
 
 
-TERMS = [clip, clip_sound, sigmoid, sigmoid_sound, length_normalized, length_normalized_sound]
-starter.TERM_RULES |= {rule.__name__: rule for rule in TERMS}
-COEFFICIENTS = [target, target_sound, dynamic, dynamic_sound]
-starter.COEFFICIENT_RULES |= {rule.__name__: rule for rule in COEFFICIENTS}
+for rule in (clip, clip_sound, sigmoid, sigmoid_sound, length_normalized, length_normalized_sound):
+    starter.TERM_RULES[rule.__name__] = rule
+for rule in (target, target_sound, dynamic, dynamic_sound):
+    starter.COEFFICIENT_RULES[rule.__name__] = rule
