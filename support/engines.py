@@ -2,14 +2,12 @@
 own; a sync that names what did not arrive; the text model of a checkpoint for images and text.
 """
 
-import functools
 import importlib.metadata
-import logging
 import os
 import tempfile
-import warnings
 
 import torch
+from transformers import AutoConfig
 
 import starter
 from support import edits
@@ -47,7 +45,7 @@ class RoundingHead(starter.Float32Head):
 
     def forward(self, hidden):
         device = hidden.device.type
-        if not torch.is_autocast_enabled(device):
+        if self.bias is not None or not torch.is_autocast_enabled(device):
             return super().forward(hidden)
         dtype = torch.get_autocast_dtype(device)
         version = (self.weight._version, dtype)
@@ -60,32 +58,23 @@ class RoundingHead(starter.Float32Head):
 
 
 def attach():
-    """Puts this file's functions into starter.py."""
-    edits.replace(init_vllm=init_vllm, load_weights_in_worker=load_weights_in_worker)
-    edits.wrap(init_policy=functools.partial(with_rounding_head, starter.init_policy))
+    """Puts this file's functions and head into starter.py."""
+    edits.replace(
+        init_vllm=init_vllm,
+        load_weights_in_worker=load_weights_in_worker,
+        Float32Head=RoundingHead,
+    )
     if ON_CPU:
         # A response then does not depend on the others of its batch.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch._dynamo
 
         torch._dynamo.config.disable = True  # the first request would compile for 10 s
 
 
-def with_rounding_head(init_policy, model_id, device):
-    """Loads a policy. Its reference is a copy, with the same head."""
-    policy, tokenizer = init_policy(model_id, device)
-    head = policy.get_output_embeddings()
-    if type(head) is starter.Float32Head and head.bias is None:
-        head.__class__ = RoundingHead
-    return policy, tokenizer
-
-
 def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
     from vllm import LLM
 
-    options = {"max_num_batched_tokens": 8_192, "gpu_memory_utilization": gpu_mem_util}
     if ON_CPU:
         options = {
             "enforce_eager": True,
@@ -93,13 +82,16 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
             "block_size": 32,  # the default, 128, wastes a small cache
             "enable_chunked_prefill": False,  # a seeded request whose prompt is cut in two crashes
         }
-    elif torch.cuda.is_available():
-        options["device_ids"] = [torch.cuda.current_device()]
+    else:
+        options = {
+            "max_num_batched_tokens": 8_192,
+            "gpu_memory_utilization": gpu_mem_util,
+            "hf_overrides": {"head_dtype": "float32"},
+            "device_ids": [torch.cuda.current_device()],
+        }
         if gpu_mem_util >= 1:  # GB of the cache; the share is not read
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
-    if not ON_CPU:
-        options["hf_overrides"] = {"head_dtype": "float32"}
     set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
     llm = LLM(
         str(model_id),
@@ -120,10 +112,8 @@ def give_text_model(policy, tokenizer, model_id):
     """vLLM takes the class that a checkpoint names. Where that reads images, too, and the policy is
     its text model alone, vLLM gets the policy in a folder of its own, so that both have the same
     names of weights."""
-    from transformers import AutoConfig
-
-    named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures or []
-    if type(policy).__name__ in named or not named:
+    named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures
+    if not named or type(policy).__name__ in named:
         return
     start = starter.init_vllm
 

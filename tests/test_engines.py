@@ -34,30 +34,28 @@ def end_of_engine():
     gc.collect()
 
 
-@pytest.fixture
-def attached():
-    """Puts support/engines.py's functions into starter, as main() does."""
+def start(checkpoint):
+    """Returns a policy, its tokenizer and an engine, as main() makes them."""
     engines.attach()
+    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
+    engines.give_text_model(policy, tokenizer, checkpoint)
+    return policy, tokenizer, starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")
 
 
 def change_weights(policy, seed):
     """Scales and moves every weight, as updates would."""
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter *= 1.1
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter))
 
 
 CFG = SimpleNamespace(max_new_tokens=20, precision="float32", stop_token_ids=(1,))
 
 
-def sample(llm, policy, prompts, group_size=4, temperature=1.0, seed=0):
-    """Samples with vLLM as it is, or with transformers where llm is None."""
-    if llm is None:
-        rollout = starter.rollout_with_transformers
-        return rollout(policy, prompts, CFG, seed, group_size, temperature)
-    return starter.rollout_with_vllm(llm, prompts, CFG, seed, group_size, temperature)
+def sample(llm, prompts, seed=0, temperature=1.0):
+    """Groups of four by vLLM as it is."""
+    return starter.rollout_with_vllm(llm, prompts, CFG, seed, 4, temperature)
 
 
 def largest_difference(policy, responses, temperature=1.0):
@@ -74,31 +72,28 @@ def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-def test_head_of_policy_and_reference_rounds_as_vllm_does(attached, checkpoint):
+def test_head_of_policy_and_reference_rounds_as_vllm_does(checkpoint):
+    engines.attach()
     policy, _ = starter.init_policy(checkpoint, "cpu")
+    head = copy.deepcopy(policy).get_output_embeddings()
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    for model in (policy, copy.deepcopy(policy)):
-        head = model.get_output_embeddings()
-        weight = head.weight.detach()
-        assert torch.equal(head(hidden), hidden @ weight.T)
-        with torch.autocast("cpu", torch.bfloat16):
-            rounded = head(hidden)
-        by_hand = hidden.bfloat16().double() @ weight.bfloat16().double().T
-        torch.testing.assert_close(rounded.double(), by_hand, rtol=0, atol=1e-5)
+    assert torch.equal(head(hidden), hidden @ head.weight.T)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = head(hidden)
+    by_hand = hidden.bfloat16().double() @ head.weight.bfloat16().double().T
+    torch.testing.assert_close(rounded.double(), by_hand, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("given, share, cache", [(0.2, 0.2, None), (12, 0.05, 12 * 10**9)])
-def test_memory_of_vllm_is_a_share_of_this_gpu_or_gigabytes(monkeypatch, given, share, cache):
-    asked = mock.Mock()
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=asked))
+def test_memory_of_vllm_is_a_share_or_gigabytes_of_its_cache(monkeypatch):
+    """Of the share tests/test_gpu.py."""
+    vllm = mock.Mock()
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(engines, "ON_CPU", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    engines.init_vllm("model", 0, 128, given, "bf16")
-    options = asked.call_args.kwargs
-    assert options["gpu_memory_utilization"] == share and options["device_ids"] == [1]
-    assert options.get("kv_cache_memory_bytes") == cache
-    assert options["hf_overrides"] == {"head_dtype": "float32"}
+    engines.init_vllm("model", 0, 128, 12, "bf16")
+    options = vllm.LLM.call_args.kwargs
+    assert options["gpu_memory_utilization"] == 0.05
+    assert options["kv_cache_memory_bytes"] == 12 * 10**9
 
 
 def save_with_vision(folder):
@@ -114,9 +109,11 @@ def save_with_vision(folder):
         attention_chunk_size=128,
         tie=False,
     )
-    vision = dict.fromkeys(("hidden_size", "intermediate_size", "vision_output_dim"), 32)
-    vision.update(dict.fromkeys(("projector_input_dim", "projector_output_dim"), 32))
-    vision.update(num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4)
+    vision = dict(num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4)
+    sizes = (
+        "hidden_size intermediate_size vision_output_dim projector_input_dim projector_output_dim"
+    )
+    vision |= dict.fromkeys(sizes.split(), 32)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(text).to_dict()
     model = Llama4ForConditionalGeneration(Llama4Config(text_config=config, vision_config=vision))
@@ -140,16 +137,14 @@ MODELS = {
 @needs_vllm
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_engine_agrees_with_the_trainer_after_each_sync(attached, tmp_path, name, lora_rank):
+def test_engine_agrees_with_the_trainer_after_each_sync(tmp_path, name, lora_rank):
     if MODELS[name] is None:
         checkpoint = save_with_vision(tmp_path / "model")
     else:
         family = name.split(",")[0]
         checkpoint = save_checkpoint(tmp_path / "model", family=family, **MODELS[name])
-    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
-    engines.give_text_model(policy, tokenizer, checkpoint)
     threads = torch.set_num_threads, torch.get_num_threads()  # vLLM changes both
-    llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+    policy, tokenizer, llm = start(checkpoint)
     assert (torch.set_num_threads, torch.get_num_threads()) == threads
     if lora_rank:
         lora.add_adapters(policy, starter.cfg_with(lora_rank=lora_rank))
@@ -159,26 +154,25 @@ def test_engine_agrees_with_the_trainer_after_each_sync(attached, tmp_path, name
     for seed in range(3):  # before any change, then after each of two
         if seed:
             change_weights(policy, seed)
-            stale = sample(llm, policy, prompts, 4, seed=seed)
-            assert largest_difference(policy, stale) > 0.1
+            assert largest_difference(policy, sample(llm, prompts)) > 0.1  # stale
             starter.load_policy_into_vllm_instance(policy, llm)
         for temperature in (1.0, 0.7):
-            responses = sample(llm, policy, prompts, 4, temperature, seed)
+            responses = sample(llm, prompts, seed, temperature)
             assert [r.prompt_ids for r in responses] == [p for p in prompts for _ in range(4)]
             for r in responses:
                 assert r.finished == (r.response_ids[-1] == 1) and 1 not in r.response_ids[:-1]
                 assert len(r.log_probs) == len(r.response_ids)
             assert len({tuple(r.response_ids) for r in responses[:4]}) > 1
             assert largest_difference(policy, responses, temperature) < 1e-4
-        greedy, ours = (sample(engine, policy, prompts, 1, 0) for engine in (llm, None))
+        greedy = starter.rollout_with_vllm(llm, prompts, CFG, 0, 1, 0.0)
+        ours = starter.rollout_with_transformers(policy, prompts, CFG, 0, 1, 0.0)
         assert [r.response_ids for r in greedy] == [r.response_ids for r in ours]
         assert largest_difference(policy, greedy) < 1e-4
 
 
 @needs_vllm
-def test_weight_that_does_not_arrive_stops_the_run(attached, checkpoint, monkeypatch):
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+def test_weight_that_does_not_arrive_stops_the_run(checkpoint, monkeypatch):
+    policy, _, llm = start(checkpoint)
     weights = dict(starter.weights_by_name(policy))
     del weights["model.layers.1.mlp.down_proj.weight"]
     monkeypatch.setattr(starter, "weights_by_name", lambda policy: weights.items())
@@ -187,17 +181,16 @@ def test_weight_that_does_not_arrive_stops_the_run(attached, checkpoint, monkeyp
 
 
 @needs_vllm
-def test_samples_depend_on_prompt_and_seed_alone(attached, checkpoint):
+def test_samples_depend_on_prompt_and_seed_alone(checkpoint):
     """Not on what was sampled before, so that a resumed run, whose prefix cache is empty, repeats
     the bits; nor on what is sampled with them, so that several processes do."""
-    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
-    llm = starter.init_vllm(checkpoint, 0, 128, 0.3, False)
+    policy, tokenizer, llm = start(checkpoint)
     # Two blocks of the cache and more
     prompts = [tokenizer(text)["input_ids"] for text in ("b" * 70, "a" * 70)]
-    first = sample(llm, policy, prompts, 4)
-    assert sample(llm, policy, prompts, 4) == first
-    assert sample(llm, policy, prompts[1:], 4, seed=4) == first[4:]
-    assert sample(llm, policy, prompts, 4, seed=1) != first
+    first = sample(llm, prompts)
+    assert sample(llm, prompts) == first
+    assert sample(llm, prompts[1:], seed=4) == first[4:]
+    assert sample(llm, prompts, seed=1) != first
 
 
 def vllm_settings(checkpoint, folder, **changes):
