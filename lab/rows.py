@@ -4,7 +4,6 @@ import csv
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,25 +32,12 @@ def append_rows(name, rows):
     write_csv(name, [*read_csv(name), *rows])
 
 
-def where():
-    """Returns the columns that say what a row was measured with."""
-    import torch
-    import transformers
-
-    return {
-        "commit": commit_of(REPOSITORY),
-        "machine": machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def commit_of(folder):
-    """Returns the commit of a working tree, with "-dirty" where code was changed since."""
+def commit():
+    """Returns the commit of the working tree, with "-dirty" where code was changed since."""
 
     def git(*command):
         return subprocess.run(
-            ["git", *command], cwd=folder, capture_output=True, text=True
+            ["git", *command], cwd=REPOSITORY, capture_output=True, text=True
         ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
@@ -64,26 +50,18 @@ def machine():
 
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", path.read_text() if path.is_file() else "")
-    name = found[1].split(" @")[0] if found else platform.processor() or platform.machine()
+    name = found[1].split(" @")[0] if found else platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def peak_gb():
-    """Returns the most memory that this process ever held, as Linux counts it."""
-    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1e6
+def where():
+    """Returns the columns that say what a row was measured with."""
+    import torch
+    import transformers
 
-
-def run_python(arguments, folder=REPOSITORY, environment=None):
-    """Runs python with these arguments. Returns the text that it printed after the last "result ".
-    Raises RuntimeError with the end of its output where it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, text=True, env=environment, capture_output=True
-    )
-    if done.returncode:
-        raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
-    return done.stdout.rpartition("result ")[2]
-
-
-def numbers(rows, column):
-    """Returns the numbers in a column, without empty cells."""
-    return [float(row[column]) for row in rows if row[column] != ""]
+    return {
+        "commit": commit(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

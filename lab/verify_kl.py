@@ -178,8 +178,8 @@ def exact_gradients(world, policies, sampled_by):
 
 SAMPLED = ("k1", "k2", "k3")
 GRID = [
-    *product((*SAMPLED, "exact"), ("reverse", "as_written"), ("loss", "loss_to_go")),
-    *product(["exact_forward"], ["reverse"], ("loss", "loss_to_go")),
+    *product(SAMPLED, ("reverse", "as_written"), ("loss", "loss_to_go")),
+    *product(starter.EXACT, ["reverse"], ("loss", "loss_to_go")),
     *product(SAMPLED, ["reverse"], ["reward"]),
 ]
 CLIP = dict(kl_adaptation_method="clip", kl_clip_threshold=0.3)
@@ -205,7 +205,7 @@ def claims_of(sampled_by, note, kl, one_step):
     if kl.kl_estimator == "exact_forward":
         forward = {FORWARD_SEQUENCE: on_policy} if to_go else {FORWARD: True}
         return {**forward, TOKEN: False}
-    is_reverse = kl.kl_gradient == "reverse" or kl.kl_estimator == "exact"
+    is_reverse = kl.kl_gradient == "reverse"
     if kl.kl_estimator == "k2":
         is_reverse = is_reverse or on_policy
     if to_go:  # a k2 of later tokens is a biased value, and the samples must be the policy's own
@@ -233,6 +233,7 @@ def gradient_rows(n_policies=10):
             if ours.norm() > 1e-9:
                 of_sequence = torch.stack([targets[SEQUENCE] for targets in exact])
                 direction = torch.cosine_similarity(ours, of_sequence).median().item()
+            has_no_choice = kl.kl_in == "reward" or kl.kl_estimator in starter.EXACT
             claims = claims_of(sampled_by, note, kl, name == "one step")
             for target, is_exact in claims.items():
                 expected = torch.stack([targets[target] for targets in exact])
@@ -245,7 +246,7 @@ def gradient_rows(n_policies=10):
                         "sampled by": sampled_by,
                         "placement": kl.kl_in,
                         "estimator": kl.kl_estimator,
-                        "gradient": "" if kl.kl_in == "reward" else kl.kl_gradient,
+                        "gradient": "any" if has_no_choice else kl.kl_gradient,
                         "note": note,
                         "target": target,
                         "claim": "exact" if is_exact else "wrong",
