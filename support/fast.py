@@ -405,7 +405,7 @@ def compare(ours, plain):
     steepest = max(values.abs().max().item() for values in gradients)
     for name, values in plain.items():
         least = 1e-3 * steepest if name.startswith("gradient") else 0.01
-        difference = (ours[name].double() - values.double()).abs().max()
+        difference = (ours[name] - values).abs().max()
         error = (difference / values.abs().max().clamp(min=least)).item()
         if not error <= 1e-3:
             raise Misfit(f"its {name} differs by {error:.1%}")

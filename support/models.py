@@ -63,7 +63,7 @@ def differ(log_p, other):
 
 
 def checksum(policy):
-    return sum(p.double().sum() for p in policy.parameters())
+    return [p.sum().item() for p in policy.parameters()]
 
 
 def fault_of_reading(policy, ids, lengths, cfg):
