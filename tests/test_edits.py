@@ -6,7 +6,6 @@ model's own logits for the sampled responses.
 """
 
 import functools
-import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,14 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
-from conftest import advantages_by_loops, often_equal, save_checkpoint, scalars, settings
+from conftest import (
+    advantages_by_loops,
+    gradient_of,
+    often_equal,
+    save_checkpoint,
+    scalars,
+    settings,
+)
 from forked import (
     REPOSITORY,
     edited_text,
@@ -32,84 +38,28 @@ from forked import (
 ZERO = 33  # the token "0", which the checkpoint samples often
 
 
-# The losses, written out. x: what compare_with_loss() knows of a step. Below, a is the advantage of
-# a response and n its length.
+# The (B, T) losses of tokens, written out. x: what compare_with_loss() knows of a step.
 
 
-def policy_loss(x, weight=lambda a, n: 1.0):
-    """-advantage * log-prob, as a mean over all tokens of the step."""
-    terms = [
-        (weight(a, len(log_probs)) * a * log_probs).sum()
-        for a, log_probs in zip(x.advantages, x.log_probs)
-    ]
-    return -sum(terms) / x.n_tokens
+def policy_loss(x):
+    return -x.advantages * x.log_probs
 
 
-def exact_kl(x, weight=lambda a, n: 1.0):
-    """The mean over tokens of KL(policy || reference), over the vocabulary."""
-    terms = [
-        weight(a, len(log_p)) * (log_p.exp() * (log_p - log_q)).sum()
-        for a, log_p, log_q in zip(x.advantages, x.tables, x.ref_tables)
-    ]
-    return sum(terms) / x.n_tokens
-
-
-def with_exact_kl(x):
-    return policy_loss(x) + x.beta * exact_kl(x)
+def with_exact_kl(x, weight=1.0):
+    return policy_loss(x) + x.beta * weight * x.kl
 
 
 def with_kl_in_the_reward_of_winners(x):
-    total = 0.0
-    for a, log_probs, log_q, response in zip(
-        x.advantages, x.log_probs, x.ref_log_probs, x.responses
-    ):
-        kl = torch.tensor(response.log_probs) - log_q
-        to_go = kl.flip(0).cumsum(0).flip(0)
-        total -= ((a - x.beta * to_go * (a > 0)) * log_probs).sum() / x.n_tokens
-    return total
-
-
-def with_entropy_bonus(x, weight=lambda a: 1.0):
-    terms = [weight(a) * (table.exp() * table).sum() for a, table in zip(x.advantages, x.tables)]
-    return policy_loss(x) + sum(terms) / x.n_tokens
+    kl = torch.where(x.mask, x.rollout_log_probs - x.ref_log_probs, 0.0)
+    to_go = kl.flip(1).cumsum(1).flip(1)
+    return policy_loss(x) + x.beta * to_go * (x.advantages > 0) * x.log_probs
 
 
 def with_entropy_bonus_from_step_5(x):
     """From step 11 on it also counts for rows without an advantage, unless there are no others."""
-    if x.step < 5:
-        return policy_loss(x)
-    return with_entropy_bonus(x, lambda a: a != 0 or x.step >= 11 or not any(x.advantages))
-
-
-def with_z_loss(x):
-    return policy_loss(x) + sum(z.logsumexp(1).square().sum() for z in x.logits) / x.n_tokens
-
-
-def with_squared_log_ratios(x):
-    kl = sum((now - before).square().sum() for now, before in zip(x.log_probs, x.ref_log_probs))
-    return policy_loss(x) + x.beta * 2 * kl / x.n_tokens
-
-
-# Rewards, a baseline, and references
-
-
-class ZeroCount:
-    """A reward that is an object."""
-
-    def __call__(self, text, problem):
-        return text.count("0")
-
-
-def above_the_batch(rewards):
-    return [reward - sum(rewards) / len(rewards) for reward in rewards]
-
-
-def forbid(logits):
-    return logits.index_fill(1, torch.tensor([ZERO]), -1e30)
-
-
-def sharpen_three(logits):
-    return torch.cat([logits[:3] / 0.5, logits[3:]])
+    has_advantage = x.advantages != 0
+    counts = has_advantage if x.step < 11 and has_advantage.any() else 1.0
+    return policy_loss(x) - (x.step >= 5) * counts * x.entropy
 
 
 # The edits
@@ -122,13 +72,13 @@ def ids_of(run):
 def zeros_earn_but_not_in_other_skills(run):
     n_zeros = sum(ids.count(ZERO) for ids in ids_of(run))
     assert 16 * sum(run.logged["train/reward_mean"]) == pytest.approx(n_zeros)
-    return run.logged["eval/solved"][-1] > 0 == run.logged["eval/retention_sort"][-1]
+    other_skills = run.logged.get("eval/retention_sort", [0.0])  # alone there are none
+    return run.logged["eval/solved"][-1] > 0 == other_skills[-1]
 
 
-def moves_by_sgd(run):
-    first, second = run.steps[:2]
-    expected = first.weights - 0.01 * first.gradient
-    return torch.allclose(second.weights, expected, rtol=0, atol=1e-6)
+def logged_ranks_are_those_of_the_tables(run):
+    means = [step.ranks.float().mean().item() for step in run.steps]
+    return run.logged["train/rank"] == pytest.approx(means)
 
 
 class Edit(NamedTuple):
@@ -139,9 +89,8 @@ class Edit(NamedTuple):
     settings: dict = {}  # of main()
     check: Callable = lambda run: True  # of what train() returns
     says: str = ""  # in the log
-    scale: Callable = lambda logits: logits  # (T, V), of policy and reference
-    references: Callable = lambda weights: [weights]  # of the start -> whose logits are averaged
-    advantages: Callable = lambda rewards: advantages_by_loops(rewards, 4, 1e-6, True)
+    scale: Callable = lambda logits: logits  # (B, T, V), of policy and reference
+    references: tuple = (1.0,)  # by what the weights are multiplied of those that are averaged
     places: int = 1  # how many it may take
 
 
@@ -177,7 +126,7 @@ EDITS = dict(
             + '        "log_z": scale_logits(logits, temperature).logsumexp(dim=1),\n',
             LOSS: '    loss = loss + stats["log_z"].square()\n' + LOSS,
         },
-        with_z_loss,
+        lambda x: policy_loss(x) + x.logits.logsumexp(2).square(),
         check=lambda run: run.logged["train/log_z"][0] != 0,
         places=2,
     ),
@@ -191,7 +140,7 @@ EDITS = dict(
     logits = logits / torch.where(is_early, 0.5, 1.0)[:, None]
     stats = statistics_of_logits(logits, rows""",
         },
-        scale=sharpen_three,
+        scale=lambda logits: torch.cat([logits[:, :3] / 0.5, logits[:, 3:]], dim=1),
         check=lambda run: max(run.logged["train/sampler_logprob_diff"]) < 1e-4,
         places=2,
     ),
@@ -201,11 +150,9 @@ EDITS = dict(
     loss = loss * torch.where(advantages < 0, 0.5, 1.0)
     return loss + kl_loss, means"""
         },
-        lambda x: policy_loss(x, lambda a, n: 0.5 if a < 0 else 1.0),
+        lambda x: policy_loss(x) * torch.where(x.advantages < 0, 0.5, 1.0),
     ),
-    kl_of_winners=Edit(
-        WINNERS, lambda x: policy_loss(x) + x.beta * exact_kl(x, lambda a, n: a > 0), KL
-    ),
+    kl_of_winners=Edit(WINNERS, lambda x: with_exact_kl(x, x.advantages > 0), KL),
     kl_in_the_reward_of_winners=Edit(
         WINNERS,
         with_kl_in_the_reward_of_winners,
@@ -218,7 +165,7 @@ EDITS = dict(
         mask,
         kl_settings=cfg,"""
         },
-        lambda x: policy_loss(x) + x.beta * exact_kl(x, lambda a, n: n),
+        lambda x: with_exact_kl(x, x.lengths),
         KL,
     ),
     two_references=Edit(
@@ -233,7 +180,7 @@ EDITS = dict(
         },
         with_exact_kl,
         KL,
-        references=lambda weights: [weights, weights / 2],
+        references=(1.0, 0.5),
     ),
     two_references_in_a_module=Edit(
         {
@@ -256,17 +203,14 @@ EDITS = dict(
         },
         with_exact_kl,
         KL,
-        references=lambda weights: [weights, weights / 2],
+        references=(1.0, 0.5),
     ),
     logged_rank=Edit(
         {
             STATISTICS: STATISTICS
             + '        "rank": (log_p > log_p.gather(1, labels)).sum(dim=1),\n'
         },
-        check=lambda run: (
-            run.logged["train/rank"]
-            == [pytest.approx(step.ranks.float().mean().item()) for step in run.steps]
-        ),
+        check=logged_ranks_are_those_of_the_tables,
     ),
     forbidden_token=Edit(
         {
@@ -277,7 +221,7 @@ EDITS = dict(
         with_exact_kl,
         KL,
         check=lambda run: ZERO not in sum(ids_of(run), []),
-        scale=forbid,
+        scale=lambda logits: logits.index_fill(2, torch.tensor([ZERO]), -1e30),
     ),
     advantages_of_tokens=Edit(
         {
@@ -286,7 +230,7 @@ longest = max(len(response.response_ids) for response in responses)
         advantages = advantages[:, None] * torch.arange(longest)
         batch = make_batch(responses, advantages, policy.device)"""
         },
-        lambda x: policy_loss(x, lambda a, n: torch.arange(n)),
+        lambda x: policy_loss(x) * torch.arange(x.mask.shape[1]),
     ),
     reward_in_place=Edit(
         {
@@ -296,12 +240,6 @@ longest = max(len(response.response_ids) for response in responses)
         settings=dict(reward=None),
         check=zeros_earn_but_not_in_other_skills,
     ),
-    reward_that_is_an_object=Edit(
-        {},
-        settings=dict(reward=ZeroCount()),
-        check=zeros_earn_but_not_in_other_skills,
-        places=0,
-    ),
     new_average=Edit(
         {
             "AVERAGES = {": """\
@@ -309,17 +247,17 @@ AVERAGES = {
     "new": lambda mask, n: mask / len(mask) / mask.sum(1, keepdim=True) ** 0.5,
     """
         },
-        lambda x: policy_loss(x, lambda a, n: x.n_tokens / n**0.5 / len(x.tables)),
+        lambda x: policy_loss(x) * x.mask.sum() / x.lengths.sqrt() / len(x.mask),
         dict(loss_average="new"),
     ),
     new_estimator=Edit(
         {"ESTIMATORS = {": 'ESTIMATORS = {"new": lambda d: 2 * d.square(), '},
-        with_squared_log_ratios,
+        lambda x: policy_loss(x) + x.beta * 2 * (x.log_probs - x.ref_log_probs).square(),
         KL | dict(kl_estimator="new", kl_gradient="as_written"),
     ),
     entropy_bonus=Edit(
         {LOSS: '    loss = loss - stats["entropy"]\n' + LOSS},
-        with_entropy_bonus,
+        lambda x: policy_loss(x) - x.entropy,
         dict(reward=often_equal),
         says="step 1: rows without an advantage are left out: False",
     ),
@@ -335,14 +273,6 @@ AVERAGES = {
         says="step 11: rows without an advantage are left out: False",
         places=2,
     ),
-    own_baseline=Edit(
-        {
-            BATCH: """\
-advantages = rewards - rewards.mean()
-        batch = make_batch(responses, advantages, policy.device)"""
-        },
-        advantages=above_the_batch,
-    ),
     new_parameter=Edit(
         {
             '    loss_average="dapo",': '    loss_scale=2.0,\n    loss_average="dapo",',
@@ -351,44 +281,10 @@ advantages = rewards - rewards.mean()
         lambda x: 2 * policy_loss(x),
         places=2,
     ),
-    learning_rate_schedule=Edit(
-        {"min(1.0, step / max(1, cfg.warmup_steps))": "1 / step"},
-        check=lambda run: run.logged["train/lr"] == pytest.approx([0.01, 0.005, 0.01 / 3]),
-    ),
-    other_optimizer=Edit(
-        {
-            """\
-torch.optim.AdamW(
-        trainable,
-        cfg.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )""": "torch.optim.SGD(trainable, cfg.learning_rate)"
-        },
-        settings=dict(max_grad_norm=1e9),
-        check=moves_by_sgd,
-    ),
-    stop_after_a_token=Edit(
-        {"~torch.isin(tokens, stop_tokens)": "~torch.isin(tokens, stop_tokens) & (tokens != 33)"},
-        check=lambda run: all(ZERO not in ids[:-1] for ids in ids_of(run)),
-    ),
-    metric_of_your_own=Edit(
-        {
-            '        metrics["truncated_frac"] =': """\
-        metrics["zeros"] = sum(response.response_ids.count(33) for response in responses)
-        metrics["truncated_frac"] ="""
-        },
-        check=lambda run: sum(run.logged["train/zeros"]) == sum(ids_of(run), []).count(ZERO),
-    ),
 )
 
 
 # A run, in a process of its own
-
-
-def gradient_of(model):
-    return parameters_to_vector(parameter.grad for parameter in model.parameters())
 
 
 def train(starter, checkpoint, folder, **changes):
@@ -399,41 +295,40 @@ def train(starter, checkpoint, folder, **changes):
     starter.test_functions()
     if starter.find_support():
         sys.modules["support.report"].report = mock.Mock()  # its pictures take a second
-    steps = [SimpleNamespace()]  # what support/ tries before the first one
-    real = SimpleNamespace(**vars(starter))
+    steps = [{}]  # what support/ tries before the first one
 
-    def advantages(rewards, *others):
-        steps.append(SimpleNamespace(rewards=rewards.tolist()))
-        return real.compute_group_normalized_advantages(rewards, *others)
+    def at_each_call(name, keep):
+        real = getattr(starter, name)
 
-    def make_batch(responses, *others):
-        steps[-1].responses = responses
-        return real.make_batch(responses, *others)
+        def keep_and_call(*args):
+            keep(*args)
+            return real(*args)
 
-    def clip_gradient(policy, max_norm):
-        steps[-1].weights = parameters_to_vector(policy.parameters()).detach()
-        steps[-1].gradient = gradient_of(policy)
-        return real.clip_gradient(policy, max_norm)
+        setattr(starter, name, keep_and_call)
 
-    starter.compute_group_normalized_advantages = advantages
-    starter.make_batch = make_batch
-    starter.clip_gradient = clip_gradient
-    defaults = dict(n_train_steps=3, learning_rate=1e-2, warmup_steps=0)
-    given = settings(checkpoint, folder, **defaults | changes)
+    def keep_gradient(policy, max_norm):
+        weights = parameters_to_vector(policy.parameters()).detach()
+        steps[-1].update(weights=weights, gradient=gradient_of(policy))
+
+    at_each_call("compute_group_normalized_advantages", lambda x, *_: steps.append({"rewards": x}))
+    at_each_call("make_batch", lambda responses, *_: steps[-1].update(responses=responses))
+    at_each_call("clip_gradient", keep_gradient)
+    given = {"n_train_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0, **changes}
+    given = settings(checkpoint, folder, **given)
     given["reward"] = given["reward"] or starter.reward_fn
     logged = scalars(starter.main(**given)["run_folder"])
     logged = {tag: list(values.values()) for tag, values in logged.items()}
-    return SimpleNamespace(logged=logged, steps=steps[1:])
+    return SimpleNamespace(logged=logged, steps=[SimpleNamespace(**step) for step in steps[1:]])
 
 
 def logits_of(model, weights, responses):
-    """The (T, V) logits at the tokens of each response, by the model with these weights."""
+    """The (B, T, V) logits at the tokens of each response, by the model with these weights."""
     vector_to_parameters(weights, model.parameters())
     rows = [torch.tensor(r.prompt_ids + r.response_ids) for r in responses]
-    logits = model(pad_sequence(rows, batch_first=True)).logits
-    return [
-        row[len(r.prompt_ids) - 1 :][: len(r.response_ids)] for row, r in zip(logits, responses)
-    ]
+    logits = model(pad_sequence(rows, True)).logits
+    starts = [len(response.prompt_ids) - 1 for response in responses]
+    ends = [len(row) - 1 for row in rows]
+    return pad_sequence([x[start:end] for x, start, end in zip(logits, starts, ends)], True)
 
 
 def compare_with_loss(checkpoint, folder, name):
@@ -443,32 +338,35 @@ def compare_with_loss(checkpoint, folder, name):
     edit = EDITS[name]
     run = train(import_copy(folder), checkpoint, folder / "runs", **edit.settings)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    references = edit.references(run.steps[0].weights)
+    at_start = run.steps[0].weights
+    betas = run.logged.get("adaptive_kl/current_beta", [0.0] * len(run.steps))
     for i, step in enumerate(run.steps):
-        logged = {tag: values[i] for tag, values in run.logged.items() if "train/kl_" in tag}
-        x = SimpleNamespace(step=i + 1, responses=step.responses)
-        x.beta = run.logged.get("adaptive_kl/current_beta", [0.0] * (i + 1))[i]
-        x.advantages = edit.advantages(step.rewards)
-        of_references = [logits_of(model, weights, x.responses) for weights in references]
-        means = [sum(logits).detach() / len(logits) for logits in zip(*of_references)]
-        x.logits = logits_of(model, step.weights, x.responses)
-        x.tables, x.ref_tables = (
-            [edit.scale(logits).log_softmax(dim=1) for logits in of_model]
-            for of_model in (x.logits, means)
-        )
+        x = SimpleNamespace(step=i + 1)
+        x.beta = betas[i]
+        labels = pad_sequence([torch.tensor(r.response_ids) for r in step.responses], True)
+        sampled = [torch.tensor(response.log_probs) for response in step.responses]
+        x.rollout_log_probs = pad_sequence(sampled, True)
+        x.lengths = torch.tensor([[len(response.response_ids)] for response in step.responses])
+        x.mask = torch.arange(labels.shape[1]) < x.lengths
+        advantages = advantages_by_loops(step.rewards.tolist(), 4, 1e-6, True)
+        x.advantages = torch.tensor(advantages)[:, None]
+        of_references = [logits_of(model, at_start * y, step.responses) for y in edit.references]
+        ref_logits = sum(of_references).detach() / len(of_references)
+        x.logits = logits_of(model, step.weights, step.responses)
+        log_p, log_q = (edit.scale(y).log_softmax(dim=2) for y in (x.logits, ref_logits))
         x.log_probs, x.ref_log_probs = (
-            [table[range(len(table)), r.response_ids] for table, r in zip(tables, x.responses)]
-            for tables in (x.tables, x.ref_tables)
+            y.gather(2, labels[..., None])[..., 0] for y in (log_p, log_q)
         )
-        all_log_probs = torch.cat(x.log_probs)
-        x.n_tokens = len(all_log_probs)
-        step.ranks = (torch.cat(x.tables) > all_log_probs[:, None]).sum(dim=1)
-        if logged:  # the sampled KL has the same reference
-            log_ratios = all_log_probs - torch.cat(x.ref_log_probs)
-            assert logged["train/kl_per_token"] == pytest.approx(exact_kl(x).item(), abs=1e-5)
-            assert logged["train/kl_k1"] == pytest.approx(log_ratios.mean().item(), abs=1e-4)
+        x.kl = (log_p.exp() * (log_p - log_q)).sum(dim=2)
+        x.entropy = -(log_p.exp() * log_p).sum(dim=2)
+        step.ranks = (log_p > x.log_probs[..., None]).sum(dim=2)[x.mask]
+        if x.beta:  # the sampled KL has the same reference
+            d = x.log_probs - x.ref_log_probs
+            for tag, of_tokens, atol in (("kl_per_token", x.kl, 1e-5), ("kl_k1", d, 1e-4)):
+                mean = of_tokens[x.mask].mean().item()
+                assert run.logged[f"train/{tag}"][i] == pytest.approx(mean, abs=atol)
         model.zero_grad()
-        edit.loss(x).backward()
+        edit.loss(x)[x.mask].mean().backward()
         expected = gradient_of(model)
         error = (step.gradient - expected).norm() / expected.norm().clamp(min=1e-6)
         assert error < 1e-3, f"step {i + 1}"
@@ -477,48 +375,46 @@ def compare_with_loss(checkpoint, folder, name):
 
 # The tests
 
-QUICK = ("entropy_bonus", "top_k")
+KINDS = {"alone": False, "support": True}
+CASES = [f"{name}-{kind}" for name in EDITS for kind in KINDS]
+QUICK = ("entropy_bonus-support", "top_k-support")
 MEANT_TO_FAIL = ("first_three_tokens_at_another_temperature",)  # the quick tests
 
 
-def run_all_edits(checkpoint, folder, names):
-    """Imports torch once and forks for each run. Returns outcomes in the order of names, alone and
-    with support/."""
+def run_all_edits(checkpoint, folder, cases):
+    """Imports torch once and forks for each run. Returns outcomes in the order of cases."""
     import_once()
     programs = []
-    for name, with_support in itertools.product(names, (False, True)):
-        text = edited_text(EDITS[name].replaced)
-        copy = write_copy(Path(folder) / str(len(programs)), text, with_support)
+    for case in cases:
+        name, kind = case.split("-")
+        copy = write_copy(Path(folder) / case, edited_text(EDITS[name].replaced), KINDS[kind])
         programs.append(functools.partial(compare_with_loss, checkpoint, copy, name))
     return run_all(programs)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """(name of an edit, with support/) -> outcome, of the edits whose tests were selected."""
-    items = [item.name for item in request.session.items]
-    names = [name for name in EDITS if any(f"[{name}-" in item for item in items)]
+    """{case: outcome}, of the cases whose tests were selected."""
+    cases = [case for case in CASES if any(f"[{case}]" in x.name for x in request.session.items)]
     folder = tmp_path_factory.mktemp("edits")
     checkpoint = str(save_checkpoint(folder / "model"))
     skills = [f'{{"prompt": "sort {i}", "answer": 1, "skill": "sort"}}\n' for i in range(20)]
     (folder / "model" / "retention.jsonl").write_text("".join(skills))
-    found = in_new_process(
-        "test_edits", "run_all_edits", folder, REPOSITORY, checkpoint, str(folder), names
-    )
-    return dict(zip(itertools.product(names, (False, True)), found))
+    arguments = checkpoint, str(folder), cases
+    found = in_new_process("test_edits", "run_all_edits", folder, REPOSITORY, *arguments)
+    return dict(zip(cases, found))
 
 
-@pytest.mark.parametrize("with_support", [False, True], ids=["alone", "support"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EDITS],
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_edit_takes_effect(outcomes, name, with_support):
+def test_edit_takes_effect(outcomes, case):
+    name, _ = case.split("-")
     edit = EDITS[name]
     assert len(edit.replaced) <= edit.places
-    outcome = outcomes[name, with_support]
-    printed = outcome["stdout"]
-    assert outcome["status"] == 0, printed[-2000:] + outcome["stderr"][-3000:]
+    printed = outcomes[case]["stdout"]
+    assert outcomes[case]["status"] == 0, printed[-2000:] + outcomes[case]["stderr"][-3000:]
     assert edit.says in printed
     assert ("FAILED: test_" in printed) == (name in MEANT_TO_FAIL)
 
@@ -541,12 +437,8 @@ def run_with_seams_edited(checkpoint, folder):
 
 @pytest.mark.slow
 def test_edited_seams_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
+    arguments = str(checkpoint), str(tmp_path)
     not_called = in_new_process(
-        "test_edits",
-        "run_with_seams_edited",
-        tmp_path,
-        REPOSITORY,
-        str(checkpoint),
-        str(tmp_path),
+        "test_edits", "run_with_seams_edited", tmp_path, REPOSITORY, *arguments
     )
     assert not_called == ["init_vllm", "load_weights_in_worker"]
