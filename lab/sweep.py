@@ -9,7 +9,8 @@ something new, add lines with these two columns.
 
 Settings may also name a "recipe", or several as in "a+b", which are applied before the run, and an
 "environment", variables of its process. "kept" is the mean of the four other skills, or the share
-of the questions that SmolLM2 still answers; curves have a value for each evaluation.
+of the questions that SmolLM2 still answers; curves have a value for each evaluation, that of the nats per token between sampler and trainer one
+for each tenth of the steps.
 """
 
 import argparse
@@ -59,7 +60,10 @@ def train(settings, seed):
             row[f"{name}_{moment}"] = round(value, 4)
     row["kl_per_token"] = round(result["kl_per_token"], 4)
     row["s_per_step"] = round(statistics.median(curves["time/total"]), 3)
-    for name, values in (("solved", curves["eval/solved"]), ("kept", kept)):
+    nats = curves["train/sampler_logprob_diff"]
+    tenth = max(1, len(nats) // 10)
+    nats = [statistics.mean(nats[i : i + tenth]) for i in range(0, len(nats), tenth)]
+    for name, values in (("solved", curves["eval/solved"]), ("kept", kept), ("nats", nats)):
         row[f"curve_{name}"] = " ".join(f"{value:.4g}" for value in values)
     return {**row, **where()}
 
