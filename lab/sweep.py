@@ -9,8 +9,8 @@ something new, add lines with these two columns.
 
 Settings may also name a "recipe", or several as in "a+b", which are applied before the run, and an
 "environment", variables of its process. "kept" is the mean of the four other skills, or the share
-of the questions that SmolLM2 still answers; curves have a value for each evaluation, that of the nats per token between sampler and trainer one
-for each tenth of the steps.
+of the questions that SmolLM2 still answers. A curve has a value for each evaluation; that of the
+nats per token between sampler and trainer has one for each tenth of the steps.
 """
 
 import argparse
