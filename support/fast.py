@@ -16,9 +16,7 @@ import functools
 import random
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -26,10 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
 from support import edits
-
-
-class Misfit(Exception):
-    """Why this file does not run a model."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -43,7 +37,7 @@ def read_prompts(model, prompts):
     outputs = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
     cache = outputs.past_key_values
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise Misfit("it has layers that do not look back without end")
+        raise ValueError("it has layers that do not look back without end")
     last = (distinct >= 0).sum(dim=1) - 1
     rows = torch.arange(len(distinct), device=prompts.device)
     # It selects by index_select: the backward pass of x[which] adds up in any order
@@ -66,67 +60,57 @@ def read_on(model, ids, n, cache):
     return outputs.last_hidden_state
 
 
-def prompts_apart(rows):
-    """rows: (B, W) input_ids, response_mask -> (B, L) prompts, padded on the right with -1; (B, T)
-    what follows them; (B, T) True where the mask is. A prompt's last token is the first that
-    follows, since its output is the first that is scored."""
-    ids = rows["input_ids"]
-    mask = rows["response_mask"]
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    first = mask.int().argmax(dim=1, keepdim=True)  # 0 in a row without a response
-    last = (mask * columns).amax(dim=1, keepdim=True)
-    n_after = (last - first).max() + 1
-    prompts = torch.where(columns < first, ids, -1)[:, : first.max()]
-    places = first + columns[:n_after]
-    ids_after = F.pad(ids, (0, n_after)).gather(1, places)
-    mask_after = F.pad(mask, (0, n_after)).gather(1, places)
-    return prompts, ids_after, mask_after
+def prompts_apart(ids, mask):
+    """(B, W) ids, (B, W) True at the response tokens -> (B, L) prompts, padded on the right with
+    -1; (B, T) what follows them; (B, T) True where the mask is. A prompt's last token is the first
+    that follows, since its output is the first that is scored."""
+    starts = mask.int().argmax(dim=1).tolist()  # 0 in a row without a response
+    prompts = pad_sequence([row[:n] for row, n in zip(ids, starts)], True, -1)
+    ids_after = pad_sequence([row[n:] for row, n in zip(ids, starts)], True)
+    mask_after = pad_sequence([row[n:] for row, n in zip(mask, starts)], True)
+    width = mask_after.any(dim=0).nonzero().max() + 1
+    return prompts, ids_after[:, :width], mask_after[:, :width]
 
 
 def hidden_states(model, rows, precision):
     """-> (N, H) last hidden states at the N response tokens, row after row."""
+    ids = rows["input_ids"]
     mask = rows["response_mask"]
     has_prompts = mask.int().argmax(dim=1).any()  # of two tokens and more
-    with starter.autocast(mask.device, precision):
-        if mask.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
-            outputs = model.base_model(input_ids=rows["input_ids"], use_cache=False)
+    with starter.autocast(ids.device, precision):
+        if ids.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
+            outputs = model.base_model(input_ids=ids, use_cache=False)
             return outputs.last_hidden_state[mask]
-        prompts, ids, mask = prompts_apart(rows)
+        prompts, ids_after, mask_after = prompts_apart(ids, mask)
         _, cache = read_prompts(model, prompts)
-        ids = torch.cat([prompts, ids], dim=1)
-        return read_on(model, ids, mask.shape[1], cache)[mask]
+        ids = torch.cat([prompts, ids_after], dim=1)
+        return read_on(model, ids, ids_after.shape[1], cache)[mask_after]
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. Attention on a CPU.
 
-# Largest T * K at which multiplying attention out was quicker than torch's fused kernel, forward
-# and backward, on two cores with AVX-512 and head sizes of 32 and 64.
-MULTIPLIED_OUT = {torch.bfloat16: 65_536, torch.float16: 65_536, torch.float32: 18_432}
+MULTIPLIED_OUT = 65_536  # largest T * K; beyond it torch's fused kernel is as quick, or quicker
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def attention(module, query, key, value, attention_mask, **kwargs):
     """transformers' attention interface -> (B, T, heads, d), None. attention_mask: (B, 1, T, K),
-    True where a query may look, or None: causal. Short rows are multiplied out: at 16 tokens
-    torch's kernel takes twice as long in float32, and ten times as long in bf16."""
+    0 where a query may look, else a large negative number. Short rows are multiplied out: at 64
+    tokens torch's kernel takes 1.5 times as long in float32, and five times as long in bf16."""
     n, heads, length, d = query.shape
     kv_heads, n_keys = key.shape[1:3]
-    if length * n_keys > MULTIPLIED_OUT.get(value.dtype, 0):
+    if length * n_keys > MULTIPLIED_OUT:
         fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if attention_mask is None:
-        attention_mask = torch.ones(length, n_keys, dtype=torch.bool).tril(n_keys - length)
-    query = (query * scaling).to(value.dtype)
-    scores = query.reshape(n, kv_heads, -1, d) @ key.to(value.dtype).mT
-    scores = scores.view(n, heads, length, n_keys)
-    scores = scores.masked_fill_(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)  # slow in bf16
+        return fused(module, query, key, value, attention_mask, **kwargs)
+    query = query.reshape(n, kv_heads, -1, d) * kwargs["scaling"]  # heads that share keys, together
+    scores = (query @ key.mT).view(n, heads, length, n_keys)
+    weights = (scores + attention_mask).softmax(dim=-1).to(value.dtype)
     out = weights.view(n, kv_heads, -1, n_keys) @ value
     return out.view(n, heads, length, d).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("starter", attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register("starter", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+ALL_MASK_ATTENTION_FUNCTIONS.register("starter", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def attend_on_cpu(model):
@@ -173,7 +157,7 @@ def logits_from(model, hidden):
     layers.forward = lambda *args, **kwargs: outputs
     try:
         with tensor_cores(torch.is_autocast_enabled(hidden.device.type)):
-            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            ids = hidden.new_zeros(1, len(hidden), dtype=torch.long)
             return model(input_ids=ids).logits[0]
     finally:
         del layers.forward
@@ -183,32 +167,26 @@ def logits_from(model, hidden):
 # 4. Sampling.
 
 TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
+SUMS_AT_ONCE = 524_288  # float64
 
 
-def draw_from(probs, uniform, size=512):
-    """Like starter.draw_from. Looks first among blocks of tokens, then within one, since a running
-    sum over a vocabulary of 150,000 takes as long as the head."""
-    n_tokens = probs.shape[1]
-    if probs.device.type == "mps" or n_tokens <= size:
-        return edits.own("draw_from")(probs, uniform)
-    blocks = F.pad(probs, (0, -n_tokens % size)).unflatten(1, (-1, size))  # (B, n, size)
-    ends = blocks.sum(dim=2).cumsum(dim=1, dtype=torch.float64)
-    share = uniform * ends[:, -1:]
-    block = torch.searchsorted(ends, share, right=True).clamp(max=ends.shape[1] - 1)
-    start = F.pad(ends, (1, 0)).gather(1, block)
-    rows = torch.arange(len(probs), device=probs.device)
-    ends = start + blocks[rows, block[:, 0]].cumsum(dim=1, dtype=torch.float64)
-    share = share.minimum(ends[:, -1:].nextafter(start))  # the sum of the block was rounded
-    tokens = block * size + torch.searchsorted(ends, share, right=True)
-    return tokens.clamp(max=n_tokens - 1)
+def draw_from(probs, uniform):
+    """Like starter.draw_from, for a few rows at a time: the running sums over a large vocabulary
+    then stay in the processor's cache."""
+    draw = edits.own("draw_from")
+    if probs.device.type != "cpu":
+        return draw(probs, uniform)
+    n = max(1, SUMS_AT_ONCE // probs.shape[1])
+    tokens = [draw(*rows) for rows in zip(probs.split(n), uniform.split(n))]
+    return torch.cat(tokens)
 
 
 def rows_to_decode(prompts, max_new_tokens):
     """Like starter.rows_to_decode. Prompts of different lengths come together, since nothing looks
     at the padding between them and their responses."""
-    longest = max(map(len, prompts), default=0) + max_new_tokens
+    longest = max(map(len, prompts)) + max_new_tokens
     n = max(1, TOKENS_AT_ONCE // longest)
-    rows = list(range(len(prompts)))
+    rows = range(len(prompts))
     return [rows[start : start + n] for start in range(0, len(rows), n)]
 
 
@@ -242,40 +220,47 @@ class Recomputed(torch.autograd.Function):
     checkpoint would keep what belongs to statistics that the loss does not use."""
 
     @staticmethod
-    def forward(ctx, function, precision, hidden, *parameters):
+    def forward(ctx, function, precision, hidden):
         ctx.function = function
         ctx.precision = precision
-        ctx.save_for_backward(hidden, *parameters)
+        ctx.save_for_backward(hidden)
         ctx.set_materialize_grads(False)
         return function(hidden)
 
     @staticmethod
     def backward(ctx, *gradients):
-        hidden, *parameters = ctx.saved_tensors
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("support/fast.py needs loss.backward(), without inputs")
+        [hidden] = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             stats = ctx.function(hidden)
         used = []
-        for output, gradient in zip(stats, gradients):
-            if output.requires_grad and gradient is not None:
-                used.append((output, gradient))
-        outputs, gradients = zip(*used)
+        for values, gradient in zip(stats, gradients):
+            if values.requires_grad and gradient is not None:
+                used.append((values, gradient))
         with tensor_cores(ctx.precision != "float32"):
-            return None, None, *torch.autograd.grad(outputs, [hidden, *parameters], gradients)
+            torch.autograd.backward(*zip(*used))  # gives the head's weights theirs, too
+        return None, None, hidden.grad
 
 
+@torch.no_grad()
 def reference_of(ref_model, model, rows, precision):
-    """-> a value for each response token, and a function that makes the reference's logits of it.
-    Another kind of model than the policy, such as two models in one, gives its logits itself."""
+    """-> a function from a slice of the response tokens to the reference's logits there. Another
+    kind of model than the policy, such as two models in one, makes all its logits at once."""
+    if ref_model is None:
+        return lambda some: None
     base = ref_model
     context = contextlib.nullcontext
     if isinstance(ref_model, Within):
         base = ref_model.policy
         context = ref_model.context
     if type(base) is not type(model) or base.config != model.config:
-        return starter.response_logits(ref_model, rows, precision), torch.nn.Identity()
+        logits = starter.response_logits(ref_model, rows, precision)
+        return lambda some: logits[some]
     with context(base):
-        return hidden_states(base, rows, precision), functools.partial(logits_from, base)
+        hidden = hidden_states(base, rows, precision)
+    return lambda some: logits_from(base, hidden[some]).detach()
 
 
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
@@ -283,32 +268,26 @@ def token_statistics(model, rows, temperature, precision="float32", ref_model=No
     mask = rows["response_mask"]
     device = mask.device
     labels = rows["labels"][mask]
-    if ref_model is not None:
-        with torch.no_grad():
-            ref_values, ref_head = reference_of(ref_model, model, rows, precision)
+    ref_logits_of = reference_of(ref_model, model, rows, precision)
     names = []
 
     def of_slice(some, hidden):
-        ref_logits = None
         with starter.autocast(device, precision):
-            if ref_model is not None:
-                with torch.no_grad():
-                    ref_logits = ref_head(ref_values[some])
             logits = logits_from(model, hidden)
+            ref_logits = ref_logits_of(some)
         stats = starter.statistics_of_logits(logits, labels[some], temperature, ref_logits)
         names[:] = stats
         return tuple(stats.values())
 
     hidden = hidden_states(model, rows, precision)
-    head = model.get_output_embeddings()
-    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    hidden.requires_grad_()  # the head may be all that learns
     at_once = LOGITS_AT_ONCE.get(device.type, starter.LOGITS_AT_ONCE)
-    n = max(1, at_once // len(head.weight))
+    n = max(1, at_once // model.config.get_text_config().vocab_size)
     slices = []
     for start in range(0, max(1, len(labels)), n):
         some = slice(start, start + n)
         function = functools.partial(of_slice, some)
-        slices.append(Recomputed.apply(function, precision, hidden[some], *learning))
+        slices.append(Recomputed.apply(function, precision, hidden[some]))
     stats = dict(zip(names, map(torch.cat, zip(*slices))))
     zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=device)
     return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
@@ -323,21 +302,21 @@ FUNCTIONS = {
     "rows_to_decode": rows_to_decode,
     "token_statistics": token_statistics,
 }
+# Another function that must not be edited either: it would not be called, or needs the plain one
+PARTNERS = {"rows_to_decode": "next_logits", "token_statistics": "response_logits"}
 
 
 def made_up_responses(prompts, max_new_tokens, vocabulary):
-    """Returns Responses to prompts of different lengths. One to the shortest and one to the longest
-    are as long as any of the run can become, so that they exceed a sliding window if any does."""
-    shortest = min(prompts, key=len)
-    longest = max(prompts, key=len)
-    kinds = [(shortest, max_new_tokens), (shortest, 1), (prompts[0], 5), (longest, max_new_tokens)]
+    """Returns a Response to each prompt. Rows are as long as any of the run can become, so that
+    they exceed a sliding window if any does; their ends are scored."""
+    n_scored = min(max_new_tokens, 64)
     draw = random.Random(0)
     responses = []
-    for prompt_ids, length in kinds:
-        ids = [*prompt_ids, *draw.choices(range(vocabulary), k=length)]
-        n_scored = min(length, 64)
-        zeros = [0.0] * n_scored
-        responses.append(starter.Response(ids[:-n_scored], ids[-n_scored:], zeros, False))
+    for prompt_ids in prompts:
+        n_before = len(prompt_ids) + max_new_tokens - n_scored
+        before = (prompt_ids * n_before)[:n_before]
+        ids = draw.choices(range(vocabulary), k=n_scored)
+        responses.append(starter.Response(before, ids, [0.0] * n_scored, False))
     return responses
 
 
@@ -348,101 +327,87 @@ def with_half_embeddings(policy):
     return embeddings.register_forward_hook(lambda module, inputs, output: output / 2)
 
 
-def outputs_of_learning(token_statistics, policy, responses, n_rows):
-    """-> {name: tensor}: the statistics of made-up responses, with n_rows of them in a call, and
-    some gradients of the sum of those that have one."""
+@torch.no_grad()
+def logits_while_sampling(functions, policy, prompts):
+    """-> (B, V) logits of the third token after each prompt."""
+    outputs = []
+    for rows in functions["rows_to_decode"](prompts, 3):
+        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
+        cache = None
+        for _ in range(3):
+            logits, cache = functions["next_logits"](policy, ids, cache)
+            ids = torch.cat([ids, ids[:, :1]], dim=1)
+        outputs.append(logits)
+    return torch.cat(outputs)
+
+
+def outputs_of(functions, policy, batches):
+    """Lists of Responses -> {name: output}, {name: some of the gradient of a parameter}. The
+    gradient is that of all statistics together, each weighted by the number of its token."""
     ref_model = Within(policy, with_half_embeddings)
-    batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
-    parts = {}
-    for start in range(0, len(responses), n_rows):
-        rows = starter.keep_rows(batch, slice(start, start + n_rows))
-        stats = token_statistics(policy, rows, 1.0, "float32", ref_model)
-        loss = 0.0
-        for i, (name, values) in enumerate(stats.items()):
-            parts.setdefault(name, []).append(values.detach())
-            if values.requires_grad:
-                weights = torch.linspace(-1, i + 1, values.shape[1], device=values.device)
-                loss = loss + (weights * values).sum()
+    parts = []
+    for responses in batches:
+        rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+        stats = functions["token_statistics"](policy, rows, 1.0, "float32", ref_model)
+        loss = sum((rows["labels"] * values).sum() for values in stats.values())
         loss.backward()
-    outputs = {name: torch.cat(values) for name, values in parts.items()}
+        mask = rows["response_mask"]
+        parts.append({name: values[mask].detach() for name, values in stats.items()})
+    outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    prompts = [response.prompt_ids for responses in batches for response in responses]
+    outputs["logit while sampling"] = logits_while_sampling(functions, policy, prompts)
+    gradients = {}
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
-            step = max(1, parameter.numel() // 1000)
-            outputs[f"gradient of {name}"] = parameter.grad.flatten()[::step]
+            step = 1 + parameter.numel() // 1000
+            gradients[f"gradient of {name}"] = parameter.grad.flatten()[::step]
     policy.zero_grad()
-    return outputs
+    return outputs, gradients
 
 
-@torch.no_grad()
-def outputs_of_sampling(next_logits, rows_to_decode, policy, prompts):
-    """-> {name: (B, 3, V) tensor}: logits of three tokens after each prompt."""
-    logits = []
-    for rows in rows_to_decode(prompts, 3):
-        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
-        tokens = ids.new_tensor(rows)[:, None]
-        cache = None
-        steps = []
-        for t in range(3):
-            step, cache = next_logits(policy, ids, cache)
-            steps.append(step)
-            ids = torch.cat([ids, tokens + t], dim=1)
-        logits.append(torch.stack(steps, dim=1))
-    return {"logit while sampling": torch.cat(logits)}
-
-
-def outputs_of(functions, policy, responses, n_rows):
-    """Returns what is compared of these functions."""
-    prompts = [responses[i].prompt_ids for i in (0, 0, -1, -1)]
-    decode = functions["next_logits"], functions["rows_to_decode"]
-    sampled = outputs_of_sampling(*decode, policy, prompts)
-    learnt = outputs_of_learning(functions["token_statistics"], policy, responses, n_rows)
-    return {**learnt, **sampled}
-
-
-def compare(ours, plain):
-    """Raises Misfit where an output differs by more than a thousandth of its largest value."""
-    gradients = [values for name, values in plain.items() if name.startswith("gradient")]
-    steepest = max(values.abs().max().item() for values in gradients)
+def compare(ours, plain, least):
+    """Raises ValueError where an output differs by more than a thousandth of its largest value, or
+    of the least that counts."""
     for name, values in plain.items():
-        least = 1e-3 * steepest if name.startswith("gradient") else 0.01
         difference = (ours[name] - values).abs().max()
         error = (difference / values.abs().max().clamp(min=least)).item()
         if not error <= 1e-3:
-            raise Misfit(f"its {name} differs by {error:.1%}")
+            raise ValueError(f"its {name} differs by {error:.1%}")
 
 
-def functions_that_fit(policy, problems, cfg):
-    """Returns those of this file's functions that stand for functions which were not edited. Raises
-    Misfit, or what the model raises, where one of them computes something else."""
+def check_fit(functions, policy, problems, cfg):
+    """Raises an error of compare() or of the model where one of these functions computes something
+    else than the plain ones do with each row alone."""
+    prompts = sorted((problem["prompt_ids"] for some in problems for problem in some), key=len)
+    prompts = [prompts[0], prompts[-1], prompts[-1]]
+    vocabulary = policy.config.get_text_config().vocab_size
+    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
     own = {name: edits.own(name) for name in FUNCTIONS}
-    prompts = [problem["prompt_ids"] for some in problems for problem in some]
-    config = policy.config.get_text_config()
-    responses = made_up_responses(prompts, cfg.max_new_tokens, config.vocab_size)
-    plain = outputs_of(own, policy, responses, 1)
+    plain, plain_gradients = outputs_of(own, policy, [[response] for response in responses])
     attend_on_cpu(policy)
-    functions = {name: f for name, f in FUNCTIONS.items() if edits.is_shipped(name)}
-    if not edits.is_shipped("response_logits"):
-        functions.pop("token_statistics", None)
-    if "next_logits" not in functions:  # another one may need prompts of one length
-        functions.pop("rows_to_decode", None)
-    compare(outputs_of({**own, **functions}, policy, responses, len(responses)), plain)
-    return functions
+    ours, gradients = outputs_of({**own, **functions}, policy, [responses])
+    compare(ours, plain, 0.01)
+    steepest = max(values.abs().max() for values in plain_gradients.values())
+    compare(gradients, plain_gradients, 1e-3 * steepest)
 
 
 def attach(policy, ref_model, problems, cfg):
     """Puts this file's functions into starter.py if they fit the model, else says why not."""
+    functions = {}
+    for name, function in FUNCTIONS.items():
+        if edits.is_shipped(name) and edits.is_shipped(PARTNERS.get(name, name)):
+            functions[name] = function
     own_attention = policy.config._attn_implementation
     try:
-        functions = functions_that_fit(policy, problems, cfg)
+        check_fit(functions, policy, problems, cfg)
     except Exception as error:  # code of the model's authors runs here
         policy.set_attn_implementation(own_attention)
         policy.zero_grad()
-        reason = error if isinstance(error, Misfit) else f"{type(error).__name__}: {error!s:.100}"
         print(
-            f"support/fast.py does not fit {type(policy).__name__}: {reason}; the model's own "
-            "forward pass runs, which takes more time and memory"
+            f"support/fast.py does not fit {type(policy).__name__}: {error!r:.150}; the model's "
+            "own forward pass runs, which takes more time and memory"
         )
         return
-    if isinstance(ref_model, PreTrainedModel):
+    if isinstance(ref_model, type(policy)):
         attend_on_cpu(ref_model)
     edits.replace(**functions)
