@@ -159,8 +159,11 @@ def step_in_parts(step, policy, rows, n, *others):
 
 def attach(run):
     """Where memory runs out, nothing is left of the attempt: the microbatches of this optimiser
-    step so far are repeated in smaller parts. Later ones are cut so from the start."""
+    step so far are repeated in smaller parts. Later ones are cut so from the start, also after a
+    resume, so that it gives the same bits."""
     cfg = run.cfg
+    most = run.state.get("max_tokens", cfg.max_tokens_per_microbatch)
+    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
     step = starter.grpo_microbatch_step
     done = []  # microbatches whose gradients the policy holds
 
@@ -174,9 +177,14 @@ def attach(run):
             return step_in_parts(step, policy, rows, n, *others)
         except RuntimeError as error:
             # The words of a GPU, and of a CPU
-            if n == 1 or not re.search("out of memory|can't allocate memory", str(error)):
+            if not re.search("out of memory|can't allocate memory", str(error)):
                 raise
-        most = cfg.max_tokens_per_microbatch = n // 2 * width
+            if n == 1:
+                raise starter.RunStopped(
+                    "out of memory with one response at a time; lower max_new_tokens, set "
+                    "gradient_checkpointing = True, or take a smaller model; then resume"
+                ) from error
+        most = cfg.max_tokens_per_microbatch = run.state["max_tokens"] = n // 2 * width
         print(f"Warning: out of memory: microbatches of {most} tokens from here on")
         policy.zero_grad()
         for rows in list(done):

@@ -139,7 +139,7 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device):
         policy, _ = starter.init_policy(checkpoint, "cpu")
         cfg = starter.cfg_with(precision="float32", max_tokens_per_microbatch=1000)
         edits.restore()
-        memory.attach(SimpleNamespace(cfg=cfg))
+        memory.attach(SimpleNamespace(cfg=cfg, state={}))
         microbatches = [starter.keep_rows(batch, slice(i, i + 4)) for i in (8, 0, 4)]
         results = []
         for device.n_tokens in limits:
@@ -160,12 +160,13 @@ def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
     given = settings(checkpoint, tmp_path, max_tokens_per_microbatch=1000)
     device.n_tokens = 100
     starter.main(**given)
+    starter.main(**{**given, "n_train_steps": 6, "resume": True})
     before, _, after = capsys.readouterr().out.partition("Step 1 |")
     assert before.count("out of memory: microbatches of") >= 2
-    assert "Step 4 |" in after and "out of memory" not in after
+    assert "Step 6 |" in after and "out of memory" not in after
     device.n_tokens = 0
-    for message in (CUDA, "shapes"):
+    for message, told in ((CUDA, "with one response at a time"), ("shapes", "^shapes$")):
         device.messages = itertools.repeat(message)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=told):
             starter.main(**given)
         assert ("out of memory" in capsys.readouterr().out) == (message == CUDA)
