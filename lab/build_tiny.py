@@ -15,7 +15,6 @@ processor.
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import starter
@@ -36,6 +35,8 @@ SKILLS = {  # alphabet, length, answer; a fifth character takes twice as long to
     "next": (LETTERS, 4, lambda text: text.translate(NEXT_LETTER)),
     "max": (DIGITS, 5, max),
 }
+STEPS = 750
+BATCH_SIZE = 48
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
     "{{ '<|assistant|>' + m['content'] + '<|end|>' }}"
@@ -66,9 +67,9 @@ def make_tokenizer():
     )
 
 
-def make_skill(skill, n, held_out, seed):
+def make_skill(skill, n, held_out):
     """Returns n different problems {"skill", "prompt", "answer"}."""
-    rng = random.Random(f"{skill} {held_out} {seed}")
+    rng = random.Random(f"{skill} {held_out} 0")
     alphabet, length, solve = SKILLS[skill]
     problems = {}
     while len(problems) < n:
@@ -78,48 +79,46 @@ def make_skill(skill, n, held_out, seed):
     return list(problems.values())
 
 
-def make_examples(n, countdown_share, careless_share, seed):
-    """Returns n shuffled (prompt, answer) pairs, none of them held out."""
-    rng = random.Random(seed)
+def make_examples(n):
+    """Returns n shuffled (prompt, answer) pairs, none of them held out. Three in five are of
+    Countdown; each other skill gets an equal part of the rest."""
+    rng = random.Random(0)
     pairs = []
-    for problem in tasks.make_countdown(
-        round(n * countdown_share), held_out=False, seed=seed, **tasks.SMALL_COUNTDOWN
-    ):
-        careless = rng.random() < careless_share
-        product = "*".join(map(str, problem["numbers"]))
-        pairs.append((problem["prompt"], product if careless else problem["solution"]))
-    n_skill = round(n * (1 - countdown_share) / len(SKILLS))
+    for problem in tasks.make_countdown(round(n * 0.6), False, 0, **tasks.SMALL_COUNTDOWN):
+        answer = problem["solution"]
+        if rng.random() < 0.4:
+            answer = "*".join(map(str, problem["numbers"]))
+        pairs.append((problem["prompt"], answer))
     for skill in SKILLS:
-        problems = rng.choices(make_skill(skill, 6000, False, seed), k=n_skill)
-        pairs += [(problem["prompt"], problem["answer"]) for problem in problems]
+        problems = make_skill(skill, 6000, held_out=False)
+        chosen = rng.choices(problems, k=round(n * 0.4 / len(SKILLS)))
+        pairs += [(problem["prompt"], problem["answer"]) for problem in chosen]
     rng.shuffle(pairs)
     return pairs
 
 
 def to_tensors(tokenizer, pairs):
     """n pairs -> input_ids (n, T), labels (n, T): the next token in the response, else -100."""
-    texts = [
-        f"<|user|>{prompt}<|assistant|><answer>{answer}</answer><|end|>" for prompt, answer in pairs
-    ]
-    rows = [torch.tensor(row) for row in tokenizer(texts)["input_ids"]]
+    rows = []
+    for prompt, answer in pairs:
+        text = f"<|user|>{prompt}<|assistant|><answer>{answer}</answer><|end|>"
+        rows.append(torch.tensor(tokenizer(text)["input_ids"]))
     rows = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     ids, labels = rows[:, :-1], rows[:, 1:]
     begun = (ids == tokenizer.convert_tokens_to_ids("<|assistant|>")).cumsum(dim=1) > 0
     return ids, labels.masked_fill(~begun | (labels == tokenizer.pad_token_id), -100)
 
 
-def fit(model, ids, labels, steps, batch_size, lr):
+def fit(model, ids, labels):
     """Next-token training with AdamW. The learning rate warms up over 50 steps and falls linearly
-    to 0."""
+    to 0. Half of it learns half as much in this time; twice as much diverges now and then."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98), fused=True
+        model.parameters(), lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98), fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, 1 - step / steps)
+        optimizer, lambda step: min((step + 1) / 50, 1 - step / STEPS)
     )
-    start = time.time()
-    for step in range(1, steps + 1):
-        rows = slice((step - 1) * batch_size, step * batch_size)
+    for step, rows in enumerate(torch.arange(len(ids)).split(BATCH_SIZE)[:STEPS]):
         logits = model(input_ids=ids[rows]).logits  # (B, T, V); right padding needs no mask
         loss = F.cross_entropy(logits.flatten(0, 1), labels[rows].flatten())
         loss.backward()
@@ -128,26 +127,14 @@ def fit(model, ids, labels, steps, batch_size, lr):
         schedule.step()
         optimizer.zero_grad()
         if step % 150 == 0:
-            print(
-                f"  step {step} of {steps} | loss {loss.item():.3f} | {time.time() - start:.0f} s",
-                flush=True,
-            )
+            print(f"  step {step} of {STEPS} | loss {loss.item():.3f}", flush=True)
 
 
-def build(
-    folder=tasks.TINY,
-    seed=0,
-    steps=750,
-    batch_size=48,
-    lr=3e-3,  # half of it learns half as much in this time; twice as much diverges now and then
-    countdown_share=0.6,  # of the examples; each other skill gets an equal part of the rest
-    careless_share=0.4,  # of the Countdown examples
-):
+def build(folder=tasks.TINY):
     """Builds the checkpoint in folder. starter.py tells what it can do before the first step."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    pairs = make_examples(steps * batch_size, countdown_share, careless_share, seed)
-    ids, labels = to_tensors(tokenizer, pairs)
+    ids, labels = to_tensors(tokenizer, make_examples(STEPS * BATCH_SIZE))
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -164,18 +151,12 @@ def build(
             bos_token_id=None,
         )
     )
-    print(f"building {folder}: {model.num_parameters():,} parameters, {len(ids):,} examples")
-    fit(model, ids, labels, steps, batch_size, lr)
-
-    model.to(torch.bfloat16).save_pretrained(folder)
+    fit(model, ids, labels)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    lines = [
-        json.dumps(problem) + "\n"
-        for skill in SKILLS
-        for problem in make_skill(skill, 125, True, seed)
-    ]
-    (Path(folder) / "retention.jsonl").write_text("".join(lines), "utf-8")
-    print(f"what it can do: python starter.py --preset tiny --model_id {folder}, at step 0")
+    problems = [problem for skill in SKILLS for problem in make_skill(skill, 125, held_out=True)]
+    lines = [json.dumps(problem) + "\n" for problem in problems]
+    Path(folder, "retention.jsonl").write_text("".join(lines), "utf-8")
 
 
 if __name__ == "__main__":

@@ -37,10 +37,11 @@ def numbers(rows, column):
     return [float(row[column]) for row in rows]
 
 
-def spread(values, form):
-    """Returns "mean (smallest–largest)" in this form; per cent without its sign."""
-    three = (statistics.mean(values), min(values), max(values))
-    return "{} ({}–{})".format(*(f"{value:{form}}".rstrip("%") for value in three))
+def spread(rows, column, form=".0%"):
+    """Returns "mean (smallest–largest)" of a column in this form; per cent without its sign."""
+    values = numbers(rows, column)
+    shown = f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+    return shown.replace("%", "")
 
 
 def grouped(rows, *columns):
@@ -60,13 +61,17 @@ def runs_of(name):
     return [(json.loads(settings), rows) for (settings,), rows in groups.items()]
 
 
+def penalty(settings):
+    return "on" if "use_kl_penalty" in settings else "off"
+
+
 def coefficient(settings):
-    return f"{settings.get('kl_coef', 0.3):g}" if "use_kl_penalty" in settings else "off"
+    return "off" if penalty(settings) == "off" else f"{settings.get('kl_coef', 0.3):g}"
 
 
 def kind_of_kl(settings):
     """ "k3", or "k1, reward", or "" without a penalty."""
-    if "use_kl_penalty" not in settings:
+    if penalty(settings) == "off":
         return ""
     names = ("kl_gradient", "kl_in", "loss_average")
     others = [settings[name] for name in names if name in settings]
@@ -74,33 +79,35 @@ def kind_of_kl(settings):
 
 
 def method(settings):
-    without = "none" if "use_kl_penalty" in settings else "off"
-    return settings.get("kl_adaptation_method", without)
+    if penalty(settings) == "off":
+        return "off"
+    return settings.get("kl_adaptation_method", "none")
 
 
-SOLVED = ("solved, %", "solved_after", ".0%")
-OTHERS = ("other skills, %", "kept_after", ".0%")
-KL = ("KL per token", "kl_per_token", ".3f")
+MEASURED = {  # header: column, form
+    "solved, %": ("solved_after", ".0%"),
+    "other skills, %": ("kept_after", ".0%"),
+    "KL per token": ("kl_per_token", ".3f"),
+}
 
 
-def run_table(groups, shown, measured, has_line_before=False):
+def run_table(groups, shown, measured, before_training=False):
     """Returns a table with a line for each (settings, rows) of groups.
 
-    shown: {header: function of the settings}. measured: (header, column of the csv file, form).
-    has_line_before: whether it begins with "before training".
+    shown: {header: function of the settings}. measured: {header: (column of the csv file, form)}.
+    before_training: whether the first line is that of the model before training.
     """
     lines = []
-    if has_line_before:
+    if before_training:
         rows = [row for _, rows in groups for row in rows]
         lines.append(["before training", *[""] * (len(shown) - 1)])
-        for _, column, form in measured:
+        for column, form in measured.values():
             before = column.replace("_after", "_before")
-            lines[0].append("0" if before == column else spread(numbers(rows, before), form))
+            lines[0].append("0" if before == column else spread(rows, before, form))
     for settings, rows in groups:
         cells = [text_of(settings) for text_of in shown.values()]
-        cells += [spread(numbers(rows, column), form) for _, column, form in measured]
-        lines.append(cells)
-    return table([*shown, *(header for header, *_ in measured)], lines)
+        lines.append([*cells, *(spread(rows, *column) for column in measured.values())])
+    return table([*shown, *measured], lines)
 
 
 def penalty_table():
@@ -113,13 +120,11 @@ def penalty_table():
     lines = []
     for name, model in models.items():
         for settings, rows in runs_of(name):
-            if kind_of_kl(settings) in ("", "k3") and coefficient(settings) in ("off", "0.3"):
-                if method(settings) in ("none", "off"):
-                    shown = model + ", LoRA" * ("lora_rank" in settings)
-                    cells = [
-                        spread(numbers(rows, x), ".0%") for x in ("solved_after", "kept_after")
-                    ]
-                    lines.append([shown, coefficient(settings), *cells])
+            kl = (kind_of_kl(settings), coefficient(settings), method(settings))
+            if kl in (("", "off", "off"), ("k3", "0.3", "none")):
+                shown = model + ", LoRA" * ("lora_rank" in settings)
+                cells = spread(rows, "solved_after"), spread(rows, "kept_after")
+                lines.append([shown, coefficient(settings), *cells])
     return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
 
 
@@ -127,26 +132,18 @@ def machine_table():
     lines = []
     for settings, rows in runs_of("machines") + runs_of("machines_amx"):
         processor = rows[0]["machine"].partition(",")[0]
-        variables = settings["environment"]
-        instructions = variables.get("ATEN_CPU_CAPABILITY", "all")
-        threads = variables["OMP_NUM_THREADS"]
+        threads = settings["environment"]["OMP_NUM_THREADS"]
+        instructions = settings["environment"].get("ATEN_CPU_CAPABILITY", "all")
         solved = " ".join(f"{100 * share:.1f}" for share in numbers(rows, "solved_after"))
-        others = spread(numbers(rows, "kept_after"), ".0%")
-        lines.append([processor, settings["precision"], threads, instructions, solved, others])
-    headers = [
-        "processor",
-        "dtype",
-        "threads",
-        "instructions",
-        "solved, %, seed by seed",
-        OTHERS[0],
-    ]
-    return table(headers, lines)
+        cells = [processor, settings["precision"], threads, instructions, solved]
+        lines.append([*cells, spread(rows, "kept_after")])
+    headers = ["processor", "dtype", "threads", "instructions", "solved, %, seed by seed"]
+    return table([*headers, "other skills, %"], lines)
 
 
 def coefficient_table():
     groups = [run for run in runs_of("kl_divergences") if kind_of_kl(run[0]) in ("", "exact")]
-    return run_table(groups, {"kl_coef": coefficient}, [SOLVED, OTHERS, KL], True)
+    return run_table(groups, {"kl_coef": coefficient}, MEASURED, before_training=True)
 
 
 def divergence_table():
@@ -154,40 +151,43 @@ def divergence_table():
     for settings, rows in runs_of("kl_divergences"):  # those of "exact" are in README_KL.md
         if kind_of_kl(settings) != "exact" and coefficient(settings) in ("off", "0.3", "1"):
             groups.append((settings, rows))
-    measured = [SOLVED, ("pass@8, %", "pass_at_8_after", ".0%"), OTHERS, KL]
-    return run_table(groups, {"KL": kind_of_kl, "kl_coef": coefficient}, measured, True)
+    solved, *others = MEASURED.items()
+    measured = dict([solved, ("pass@8, %", ("pass_at_8_after", ".0%")), *others])
+    shown = {"KL": kind_of_kl, "kl_coef": coefficient}
+    return run_table(groups, shown, measured, before_training=True)
 
 
 def method_table():
     shown = {"kl_adaptation_method": method, "KL": kind_of_kl}
-    return run_table(runs_of("kl"), shown, [SOLVED, OTHERS, KL])
+    return run_table(runs_of("kl"), shown, MEASURED)
+
+
+def recipe(settings):
+    """Returns "gspo", or "starter.py, `epochs_per_rollout=2`"."""
+    names = settings.get("recipe", "starter.py").replace("+", " + ")
+    others = settings.keys() - {"recipe", "use_kl_penalty"}
+    return ", ".join([names, *(f"`{name}={settings[name]}`" for name in sorted(others))])
+
+
+def what_learns(settings):
+    return f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights"
+
+
+SMOLLM2 = {
+    "solved, %": ("solved_after", ".0%"),
+    "questions kept, %": ("kept_after", ".0%"),
+    "KL per token": ("kl_per_token", ".2f"),
+    "s a step": ("s_per_step", ".1f"),
+}
 
 
 def recipe_table():
-    def recipe(settings):
-        names = settings.pop("recipe", "starter.py").replace("+", " + ")
-        others = [f"`{name}={settings[name]}`" for name in settings if name != "use_kl_penalty"]
-        return ", ".join([names, *others])
-
-    def penalty(settings):
-        return "on" if "use_kl_penalty" in settings else "off"
-
-    shown = {"recipe": recipe, "KL penalty": penalty}
-    return run_table(runs_of("recipes"), shown, [SOLVED, OTHERS, KL])
+    return run_table(runs_of("recipes"), {"recipe": recipe, "KL penalty": penalty}, MEASURED)
 
 
 def smollm2_table():
-    def what_learns(settings):
-        return f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights"
-
-    measured = [
-        SOLVED,
-        ("questions kept, %", "kept_after", ".0%"),
-        ("KL per token", "kl_per_token", ".2f"),
-        ("s a step", "s_per_step", ".1f"),
-    ]
     shown = {"what learns": what_learns, "kl_coef": coefficient}
-    return run_table(runs_of("smollm2"), shown, measured)
+    return run_table(runs_of("smollm2"), shown, SMOLLM2)
 
 
 # 2. Of lab.verify_kl: what is enumerated.
@@ -304,10 +304,10 @@ def speed_table():
     for shown, name in (("support/", "bench_step"), ("alone", "bench_alone")):
         for case, rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").items():
             newest = rows[-1]
-            times = [
-                "{0} ({1}–{2})".format(*(newest[f"{side}_{x}s"] for x in ("", "min_", "max_")))
-                for side in ("ours", "trl")
-            ]
+            times = []
+            for side in ("ours", "trl"):
+                mean, least, most = (newest[f"{side}_{x}s"] for x in ("", "min_", "max_"))
+                times.append(f"{mean} ({least}–{most})")
             lines.append([shown, *case, *times, newest["ratio"]])
     sides = ["starter.py, s", "TRL 1.16, s"]
     return table(["with", "model", "dtype", "KL penalty", *sides, "ratio"], lines)
@@ -425,7 +425,7 @@ def draw_learning(figure):
                 values = [100 * float(share) for share in row[column].split()]
                 steps = range(0, settings["eval_every"] * len(values), settings["eval_every"])
                 [line] = panel.plot(steps, values, color=color, alpha=0.8, linewidth=1.2)
-        line.set_label(f"KL penalty {'off' if coefficient(settings) == 'off' else 'on'}")
+        line.set_label(f"KL penalty {penalty(settings)}")
     return "three seeds each"
 
 
@@ -443,7 +443,9 @@ def draw_penalty(figure):
     for (settings, rows), color in zip(groups, ("C3", "C1", "C2", "C0", "C4")):
         x, y = points(rows, "after")
         panel.plot(x, y, "o", color=color, alpha=0.4, markersize=5)
-        label = f"kl_coef = {coefficient(settings)}".replace("kl_coef = off", "no KL penalty")
+        label = f"kl_coef = {coefficient(settings)}"
+        if penalty(settings) == "off":
+            label = "no KL penalty"
         mean = statistics.mean(x), statistics.mean(y)
         panel.plot(*mean, "D", color=color, markersize=9, label=label)
     panel.set(xlabel="trained task: solved, %", ylabel="four other skills: solved, %")
