@@ -1,76 +1,440 @@
-"""What this project does on one NVIDIA GPU.
+"""What this project does on one NVIDIA GPU -> lab/results/gpu_update.csv, gpu_vllm.csv.
 
-python -m lab.gpu --memory    the formula of support/memory.py for Qwen3's sizes -> gpus.csv
+    python -m lab.gpu              eight minutes; a second call goes on
+    python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
+    python -m lab.gpu --table      prints the table of gpu_update.csv
+    python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv
+
+ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
+ended when its time is over, and is written as soon as it is there; all results are then copied to
+the folder that the variable OUT names, if it is set. One that fails leaves its reason in the column
+"error". Rows that a file has, of this card and commit, are skipped, and those with
+vLLM where it is not installed. Qwen3 and SmolLM2 are their shapes, with random weights and rewards.
+GB are the most that torch's tensors took, vLLM's included; share is share_of_peak of
+support/gpu.py, which counts 4 % more than the rows of commit 375db7f did.
+
+gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens: as
+shipped; 1: layers compiled; 2: the head beside vLLM, which multiplies 16 bits and adds up in
+float32, and statistics compiled; 3: microbatches of 8,192 tokens instead of 4,096. Parts are timed
+one by one, each with its backward pass; head_s is what is left, and held the statistics before.
+logp and gradient: how far a row is from the update as shipped ("plain"), and from float32.
+
+gpu_vllm.csv: seconds are means without the first step. "sync" scales weights and hands them over:
+diff is in nats between sampler and trainer, stale before and then after; greedy_same is the share
+of greedy tokens that are the trainer's best, too; same_twice, whether prompts are answered again
+alike.
 """
 
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-from lab import bench
-from lab.rows import write_csv
+import starter  # before torch, for which it sets variables
 
+import torch
+from transformers import Qwen3Config
+
+from lab import bench, rows
+from support import engines, fast, gpu, memory
+
+ON_GPU = torch.cuda.is_available()
+COLUMNS = [
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+]
 SHAPES = {
-    "Qwen3-0.6B": dict(num_hidden_layers=28, hidden_size=1024, intermediate_size=3072),
-    "Qwen3-1.7B": dict(num_hidden_layers=28, hidden_size=2048, intermediate_size=6144),
-    "Qwen3-4B": dict(
-        num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32
-    ),
-    "Qwen3-8B": dict(
-        num_hidden_layers=36,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
-    "SmolLM2-135M": dict(
-        num_hidden_layers=30,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=49_152,
-    ),
+    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 128, 151_936, True),
+    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 128, 151_936, True),
+    "Qwen3-4B": (36, 2560, 9728, 32, 8, 128, 151_936, True),
+    "Qwen3-8B": (36, 4096, 12_288, 32, 8, 128, 151_936, False),
+    "SmolLM2-135M": (30, 576, 1536, 9, 3, 64, 49_152, True),
+    "small": (4, 256, 512, 4, 2, 64, 2_048, True),
+    "small, untied": (4, 256, 512, 4, 2, 64, 2_048, False),
 }
 LORA = dict(lora_rank=16)
 CHECKPOINTING = dict(gradient_checkpointing=True)
 SMALL = LORA | CHECKPOINTING | dict(frozen_in_bf16=True)
-MEMORY = [  # settings whose memory is computed
-    {},
-    dict(use_kl_penalty=True),
-    CHECKPOINTING,
-    LORA,
-    LORA | CHECKPOINTING,
-    SMALL,
-]
+
+
+def config_of(shape):
+    """Returns the configuration of a Qwen3 of this shape."""
+    return Qwen3Config(**dict(zip(COLUMNS, SHAPES[shape])))
 
 
 # 1. Memory by the formula.
 
 
-def config_of(name):
-    """Returns the configuration of a Qwen3 of this shape."""
-    from transformers import Qwen3Config
-
-    usual = dict(num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True)
-    return Qwen3Config(**{**usual, **SHAPES[name]})
-
-
 def memory_rows():
     """Trainer, reference and vLLM's weights, with microbatches of 4,096 tokens. vLLM's cache comes
     on top."""
-    from support.memory import predicted_gb
-
-    on_gpu = dict(device="cuda", precision="bf16", engine="vllm", gpu_mem_util=1)
-    rows = []
-    for changes in MEMORY:
-        cfg = bench.chosen({"preset": "qwen3-1.7b", **on_gpu, **changes})
+    usual = dict(preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm")
+    kl = dict(use_kl_penalty=True)
+    found = []
+    for changes in ({}, kl, CHECKPOINTING, LORA, LORA | CHECKPOINTING, SMALL):
+        cfg = bench.chosen({**usual, **changes, "gpu_mem_util": 1})
         names = ", ".join(f"{name}={value}" for name, value in changes.items())
-        for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
-            gb = predicted_gb(config_of(model), cfg, cfg.max_tokens_per_microbatch)
-            rows.append({"settings": names, "model": model, "gb": f"{gb:.0f}"})
-    return rows
+        for shape in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
+            gb = memory.predicted_gb(config_of(shape), cfg, cfg.max_tokens_per_microbatch)
+            found.append({"settings": names, "model": shape, "gb": f"{gb:.0f}"})
+    return found
+
+
+def columns_of_all(metrics, policy, cfg):
+    """Returns the columns that updates and runs share. metrics: seconds, as in the log."""
+    row = {"formula_gb": memory.predicted_gb(policy.config, cfg, cfg.max_tokens_per_microbatch)}
+    if ON_GPU:
+        if cfg.engine == "vllm" and cfg.gpu_mem_util < 1:
+            row["formula_gb"] += cfg.gpu_mem_util * torch.cuda.mem_get_info()[1] / 1e9
+        row["gb"] = torch.cuda.max_memory_allocated() / 1e9
+        row["share"] = gpu.share_of_peak(metrics, cfg).get("share_of_peak", 0.0)
+    return {name: f"{x:.3g}" for name, x in row.items()}
+
+
+# 2. The update.  Called when main() has loaded everything. -> columns
+
+
+def seconds_of(function, n_calls=1):
+    """Returns the median seconds of calls, of more than one without the first, which compiles."""
+    taken = []
+    for _ in range(n_calls):
+        start = time.perf_counter()
+        function()
+        if ON_GPU:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:] or taken)
+
+
+def turn_on(switches, policy):
+    """The one place where the switches of a row take effect."""
+    if "layers" in switches:
+        gpu.compile_layers(policy)
+    if "head" in switches:
+        policy.get_output_embeddings().__class__ = engines.RoundingHead
+    if "statistics" in switches:
+        gpu.compile_statistics()
+
+
+def made_up_batch(policy, problems, cfg):
+    """Returns a step's batch: random tokens and advantages."""
+    draw = random.Random(0)
+    n = cfg.max_new_tokens
+    responses = []
+    for i in range(cfg.rollout_batch_size):
+        prompt_ids = problems.train[i // cfg.group_size]["prompt_ids"]
+        ids = draw.choices(range(policy.config.vocab_size), k=n)
+        responses.append(starter.Response(prompt_ids, ids, [-12.0] * n, True))
+    batch = starter.make_batch(responses, torch.randn(len(responses)), policy.device)
+    batch["weights"] = starter.weights_of_tokens(batch, cfg)
+    return batch
+
+
+def outputs_of(policy, batch, cfg, precision):
+    """Returns log-probs of the first responses, and some numbers of their gradient."""
+    some = starter.keep_rows(batch, slice(8))
+    starter.grpo_microbatch_step(policy, some, starter.cfg_with(**vars(cfg) | precision))
+    gradient = torch.cat([p.grad.flatten()[::1000] for p in policy.parameters()])
+    policy.zero_grad()
+    return {"logp": some["old_log_probs"][some["response_mask"]], "gradient": gradient}
+
+
+def measure_update(switches, policy, optimizer, llm, problems, cfg, train):
+    batch = made_up_batch(policy, problems, cfg)
+    expected = {}
+    for name, precision in (("plain", "bf16"), ("float32", "float32")):
+        expected[name] = outputs_of(policy, batch, cfg, {"precision": precision})
+    turn_on(switches, policy)
+    ours = outputs_of(policy, batch, cfg, {})
+    row = {}
+    for name, outputs in expected.items():
+        errors = (ours["logp"] - outputs["logp"]).abs()
+        far = (ours["gradient"] - outputs["gradient"]).norm() / outputs["gradient"].norm()
+        row[f"logp_mean_{name}"] = f"{errors.mean().item():.2g}"
+        row[f"gradient_{name}"] = f"{far.item():.2g}"
+    microbatches = starter.cut_microbatches(batch, cfg.max_tokens_per_microbatch)
+    n_answered = batch["response_mask"].sum().item()
+
+    def update():
+        for microbatch in microbatches:
+            starter.grpo_microbatch_step(policy, microbatch, cfg)
+        optimise()
+        optimizer.zero_grad()
+
+    def optimise():
+        starter.clip_gradient(policy, cfg.max_grad_norm)
+        optimizer.step()
+
+    def layers():
+        for microbatch in microbatches:
+            fast.hidden_states(policy, microbatch, cfg.precision).sum().backward()
+
+    vocabulary = policy.config.vocab_size
+    n = fast.LOGITS_AT_ONCE.get(policy.device.type, starter.LOGITS_AT_ONCE) // vocabulary
+    n = min(n, n_answered)  # whose logits exist at a time
+    logits = torch.randn(n, vocabulary, device=policy.device, requires_grad=True)
+
+    def statistics_twice():
+        for _ in range(2):  # forward, and again in the backward pass
+            stats = starter.statistics_of_logits(logits, batch["labels"][0, :1].expand(n), 1.0)
+        stats["log_probs"].sum().backward()
+
+    s = seconds_of(update, 4)
+    metrics = {"time/total": s, "time/rollout": 0.0, "response_length": cfg.max_new_tokens}
+    row |= columns_of_all(metrics, policy, cfg)
+    parts = {
+        "layers_s": seconds_of(layers, 4),
+        "statistics_s": seconds_of(statistics_twice, 4) * n_answered / n,
+        "optimiser_s": seconds_of(optimise, 4),  # of the gradient that layers() left
+    }
+    for name, seconds in {"s": s, **parts, "head_s": s - sum(parts.values())}.items():
+        row[name] = f"{seconds:.3f}"
+    return row
+
+
+def measure_profile(switches, policy, optimizer, llm, problems, cfg, train):
+    """Appends the kernels that take longest in the update of eight responses to gpu_profile.txt."""
+    batch = made_up_batch(policy, problems, cfg)
+    outputs_of(policy, batch, cfg, {})
+    with torch.profiler.profile() as seen:
+        outputs_of(policy, batch, cfg, {})
+    order = "self_cuda_time_total" if ON_GPU else "self_cpu_time_total"
+    table = seen.key_averages().table(sort_by=order, row_limit=25)
+    if ON_GPU:
+        with open(rows.RESULTS / "gpu_profile.txt", "a") as file:
+            print(table, file=file)
+    return {"operations": table.count("\n")}
+
+
+# 3. Runs with vLLM.  The same.
+
+
+def measure_run(switches, policy, optimizer, llm, problems, cfg, train):
+    steps, solved, syncs = [], [], []
+    sync = starter.load_policy_into_vllm_instance
+    starter.log_train = lambda run, step, metrics: steps.append(metrics)
+    starter.log_eval = lambda run, step, metrics: solved.append(f"{100 * metrics['solved']:.1f}")
+    starter.load_policy_into_vllm_instance = lambda *args: syncs.append(
+        seconds_of(functools.partial(sync, *args))
+    )
+    train()
+    means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
+    sync_s = statistics.median(syncs)
+    row = {
+        "steps": len(steps),
+        "step_s": f"{means['time/total']:.3f}",
+        "generate_s": f"{means['time/rollout'] - sync_s:.3f}",
+        "sync_s": f"{sync_s:.3f}",
+        "update_s": f"{means['time/total'] - means['time/rollout']:.3f}",
+        "sampler_diff": f"{means['sampler_logprob_diff']:.2g}",
+    }
+    if cfg.reward is not bench.noise:
+        row["solved"] = solved[-1]
+    return row | columns_of_all(means, policy, cfg)
+
+
+@torch.no_grad()
+def measure_sync(switches, policy, optimizer, llm, problems, cfg, train):
+    prompts = [problem["prompt_ids"] for problem in problems.held_out]
+
+    def sample(group_size, temperature):
+        """Returns Responses, nats between sampler and trainer, and whether a token is the best."""
+        responses = starter.rollout_with_vllm(llm, prompts, cfg, 1, group_size, temperature)
+        batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
+        mask = batch["response_mask"]
+        log_probs = starter.response_logits(policy, batch, cfg.precision).float().log_softmax(1)
+        ours = log_probs.gather(1, batch["labels"][mask][:, None])[:, 0]
+        difference = (ours - batch["rollout_log_probs"][mask]).abs().mean()
+        is_best = (ours == log_probs.amax(dim=1)).float().mean()
+        return responses, f"{difference.item():.2g}", f"{is_best.item():.4f}"
+
+    policy.model.norm.weight.mul_(4)  # so that the log-probs differ from token to token
+    policy.model.layers[2].mlp.down_proj.weight.mul_(8)
+    policy.get_output_embeddings().weight[:, ::2].mul_(1.5)
+    _, stale, _ = sample(4, 1.0)
+    starter.load_policy_into_vllm_instance(policy, llm)
+    responses, after, _ = sample(4, 1.0)
+    again, _, _ = sample(4, 1.0)
+    _, _, same = sample(1, 0.0)
+    row = {"diff_stale": stale, "diff_after": after, "greedy_same": same}
+    return {**row, "same_twice": again == responses}
+
+
+# 4. Rows.
+
+
+def long_problems(cfg):
+    """A task with prompts of about 90 tokens."""
+    text = "3 4 17 25 " * 8
+    problems = [{"prompt": f"make {n}: {text}", "answer": n} for n in range(1_000, 3_000)]
+    return problems[8:], problems[:8]
+
+
+# Settings of main(), and: shape, switches, limit_gb (memory that may be used), eager (vLLM
+# compiles nothing, which would take a minute)
+RANDOM = dict(task=long_problems, reward=bench.noise, precision="bf16", n_train_steps=4)
+UPDATE = RANDOM | dict(shape="Qwen3-1.7B", preset="qwen3-1.7b", engine="transformers")
+BOTH = UPDATE | dict(switches=["layers", "head", "statistics"])
+QWEN = UPDATE | dict(engine="vllm")
+SYNC = QWEN | dict(eager=True, max_new_tokens=48)
+ROWS = {
+    "shipped": (measure_update, UPDATE),
+    "1": (measure_update, UPDATE | dict(switches=["layers"])),
+    "1+2": (measure_update, BOTH),
+    "1+2+3": (measure_update, BOTH | dict(max_tokens_per_microbatch=8_192)),
+    "built-in": (measure_run, dict(engine="vllm", preset="tiny", precision="bf16")),
+    "sync, tied": (measure_sync, SYNC | dict(shape="small")),
+    "sync, untied": (measure_sync, SYNC | dict(shape="small, untied")),
+    "Qwen3-1.7B": (measure_run, QWEN),
+    "Qwen3-1.7B, fp16": (measure_run, QWEN | dict(precision="fp16")),
+    "Qwen3-1.7B, 24 GB": (
+        measure_run,
+        QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=3, eager=True),
+    ),
+    "profile": (measure_profile, UPDATE),
+    "SmolLM2": (measure_run, QWEN | dict(shape="SmolLM2-135M", preset="smollm2")),
+}
+REHEARSAL = dict(n_train_steps=2, rollout_batch_size=16, max_new_tokens=12, n_eval_problems=8)
+SECONDS = 150  # that a row may take
+ALL_SECONDS = 480
+
+
+class Done(Exception):
+    """Everything was measured: nothing is saved."""
+
+
+def measure(name, models, is_rehearsal):
+    """Prints "result" and the columns of a row. models: a folder for those with random weights."""
+    function, settings = ROWS[name]
+    settings = {"n_train_steps": 20, **settings}
+    shape = settings.pop("shape", None)
+    switches = settings.pop("switches", [])
+    limit_gb = settings.pop("limit_gb", None)
+    if is_rehearsal:
+        settings |= REHEARSAL
+        torch.compiler.set_stance("force_eager")
+    if shape is not None:
+        if is_rehearsal and "small" not in shape:
+            shape = "small"
+        model = Path(models, shape)
+        settings["model_id"] = str(model)
+        if not model.is_dir():
+            bench.save_random(config_of(shape), f"{model}, unfinished")
+            Path(f"{model}, unfinished").rename(model)
+    if limit_gb is not None and ON_GPU:
+        share = limit_gb * 1e9 / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(share)
+    if settings.pop("eager", False):
+        import vllm
+
+        vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
+    train = starter.train
+    columns = {}
+
+    def train_and_measure(policy, tokenizer, llm, optimizer, problems, cfg, *others):
+        go_on = functools.partial(train, policy, tokenizer, llm, optimizer, problems, cfg, *others)
+        columns.update(function(switches, policy, optimizer, llm, problems, cfg, go_on))
+        raise Done
+
+    starter.train = train_and_measure
+    starter.Run.save = lambda *args: None
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Done):
+        starter.main(out_dir=folder, eval_every=0, **settings)
+    print("\nresult", json.dumps(columns), flush=True)
+    os._exit(0)  # vLLM and compiling leave threads that may wait
+
+
+def columns_of(command, seconds):
+    """Runs a command, and ends it and what it started after some seconds. Returns the columns that
+    it printed, or why there are none."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        printed = output.read().strip()
+    _, found, result = printed.rpartition("\nresult ")
+    if found:
+        return {"error": "", **json.loads(result.splitlines()[0])}
+    return {"error": f"status {process.wait()}, {printed[-300:]}"}
+
+
+def measure_all(is_rehearsal):
+    """Measures the rows that the files have not."""
+    begun = time.monotonic()
+    place = rows.where() | {"machine": torch.cuda.get_device_name() if ON_GPU else "CPU"}
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    with tempfile.TemporaryDirectory() as models:
+        for name, (_, settings) in ROWS.items():
+            file = "gpu_vllm" if settings["engine"] == "vllm" else "gpu_update"
+            key = {"row": name, "error": "", "machine": place["machine"], "commit": place["commit"]}
+            is_known = any(key.items() <= row.items() for row in rows.read_csv(file))
+            passed = time.monotonic() - begun
+            left = SECONDS if is_rehearsal else ALL_SECONDS - passed
+            if is_known or left < 30 or file == "gpu_vllm" and not has_vllm:
+                continue
+            command = [sys.executable, "-m", "lab.gpu", "--row", name, models]
+            columns = columns_of(command + ["--rehearse"] * is_rehearsal, min(left, SECONDS))
+            print(f"{passed:.0f} s: {name}: {columns}", flush=True)
+            if not is_rehearsal:
+                rows.append_rows(file, [{"row": name, **columns, **place}])
+            if "OUT" in os.environ:
+                shutil.copytree(rows.RESULTS, os.environ["OUT"], dirs_exist_ok=True)
+
+
+TABLE = {  # header: column
+    "update": "row",
+    "card": "machine",
+    "s": "s",
+    "layers": "layers_s",
+    "head": "head_s",
+    "statistics": "statistics_s",
+    "optimiser": "optimiser_s",
+    "share of peak": "share",
+    "GB": "gb",
+    "nats from shipped": "logp_mean_plain",
+    "from float32": "logp_mean_float32",
+}
+
+
+def update_table():
+    """Returns the newest rows of gpu_update.csv, as Markdown."""
+    newest = {}
+    for row in rows.read_csv("gpu_update"):
+        if row["s"]:
+            newest[row["row"], row["machine"]] = [row.get(name, "") for name in TABLE.values()]
+    lines = [TABLE, ["---"] * len(TABLE), *newest.values()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main():
+    if "--memory" in sys.argv:
+        rows.write_csv("gpus", memory_rows())
+    elif "--table" in sys.argv:
+        print(update_table())
+    elif "--row" in sys.argv:
+        measure(*sys.argv[2:4], "--rehearse" in sys.argv)
+    else:
+        measure_all("--rehearse" in sys.argv)
 
 
 if __name__ == "__main__":
-    if "--memory" in sys.argv:
-        write_csv("gpus", memory_rows())
+    main()

@@ -1,5 +1,5 @@
-"""What starter.py decides and tells vLLM on a GPU. None is there: torch.cuda and vLLM are stood in
-for."""
+"""What starter.py decides and tells vLLM on a GPU, and rehearsals of lab/gpu.py. None is there:
+torch.cuda and vLLM are stood in for."""
 
 import importlib.util
 import inspect
@@ -9,9 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 import starter
+from lab import gpu
 from support import edits, engines
+
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
 
 
 @pytest.fixture
@@ -26,13 +30,13 @@ def llm(monkeypatch):
     return vllm.LLM
 
 
-def test_a_gpu_gets_bf16_and_vllm(llm):
+@pytest.mark.parametrize("chosen", ["cuda bf16 vllm", "cpu float32 transformers"])
+def test_a_gpu_gets_bf16_and_vllm(llm, chosen):
     cfg = starter.cfg_with()
+    if chosen.startswith("cpu"):
+        cfg = starter.cfg_with(device="cpu", precision="float32")
     starter.choose_device(cfg)
-    assert (cfg.device.type, cfg.precision, cfg.engine) == ("cuda", "bf16", "vllm")
-    cfg = starter.cfg_with(device="cpu", precision="float32")
-    starter.choose_device(cfg)
-    assert (cfg.device.type, cfg.precision, cfg.engine) == ("cpu", "float32", "transformers")
+    assert f"{cfg.device.type} {cfg.precision} {cfg.engine}" == chosen
 
 
 @pytest.mark.parametrize("init_vllm", [starter.init_vllm, engines.init_vllm])
@@ -44,16 +48,12 @@ def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm
     assert options["dtype"] == starter.DTYPES[precision]
     # Else logits of 16 would round by 0.06
     assert options["hf_overrides"] == {"head_dtype": "float32"}
-
-
-def test_vllm_starts_on_the_gpu_of_the_policy(llm):
-    engines.attach()
-    starter.init_vllm("model", 0, 64, 0.2, "bf16")
-    assert llm.call_args.kwargs["device_ids"] == [3]
+    if init_vllm is engines.init_vllm:  # that of the policy
+        assert options["device_ids"] == [3]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+@needs_vllm
 def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -66,12 +66,8 @@ def test_vllm_knows_what_it_is_told_on_a_gpu():
 
 def test_every_tensor_of_a_step_is_on_the_policys_device():
     """On the device "meta" tensors have no numbers, and torch refuses to mix them with others."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-    heads = dict(head_dim=8, num_attention_heads=4, num_key_value_heads=4)
     with torch.device("meta"):
-        policy = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+        policy = Qwen3ForCausalLM(gpu.config_of("small"))
     responses = [starter.Response([1, 2], [3] * n, [-1.0] * n, True) for n in (1, 4)]
     for advantages in (torch.ones(2), torch.ones(2, 4)):
         batch = starter.make_batch(responses, advantages, policy.device)
@@ -83,3 +79,20 @@ def test_every_tensor_of_a_step_is_on_the_policys_device():
         tokens, log_probs = starter.draw_tokens(logits, torch.zeros(2, 1, device="meta"), 1.0)
         ids = torch.cat([ids, tokens], dim=1)
         assert log_probs.device.type == "meta"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["1+2+3", *(pytest.param(x, marks=needs_vllm) for x in ("sync, untied", "SmolLM2"))]
+)
+def test_row_of_a_gpu_is_rehearsed(name, tmp_path):
+    command = [sys.executable, "-m", "lab.gpu", "--row", name, str(tmp_path), "--rehearse"]
+    columns = gpu.columns_of(command, 600)
+    assert columns["error"] == ""
+    if name == "sync, untied":
+        assert float(columns["diff_after"]) < 0.05 < float(columns["diff_stale"])
+
+
+def test_row_whose_time_is_over_leaves_its_last_words():
+    program = "import time; print('loading', flush=True); time.sleep(99)"
+    assert gpu.columns_of([sys.executable, "-c", program], 5) == {"error": "status -9, loading"}
