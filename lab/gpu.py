@@ -13,8 +13,8 @@ vLLM where it is not installed. Qwen3 and SmolLM2 are their shapes, with random 
 GB are the most that torch's tensors took, vLLM's included; share is share_of_peak of
 support/gpu.py, which counts 4 % more than the rows of commit 375db7f did.
 
-gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens: as
-shipped; 1: layers compiled; 2: the head beside vLLM, which multiplies 16 bits and adds up in
+gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens. shipped:
+as it is without vLLM, with nothing of support/gpu.py; 1: layers compiled; 2: the head beside vLLM, which multiplies 16 bits and adds up in
 float32, and statistics compiled; 3: microbatches of 8,192 tokens instead of 4,096. Parts are timed
 one by one, each with its backward pass; head_s is what is left, and held the statistics before.
 logp and gradient: how far a row is from the update as shipped ("plain"), and from float32.
@@ -215,11 +215,11 @@ def measure_profile(switches, policy, optimizer, llm, problems, cfg, train):
     with torch.profiler.profile() as seen:
         outputs_of(policy, batch, cfg, {})
     order = "self_cuda_time_total" if ON_GPU else "self_cpu_time_total"
-    table = seen.key_averages().table(sort_by=order, row_limit=25)
+    kernels = seen.key_averages()
     if ON_GPU:
         with open(rows.RESULTS / "gpu_profile.txt", "a") as file:
-            print(table, file=file)
-    return {"operations": table.count("\n")}
+            print(kernels.table(sort_by=order, row_limit=25), file=file)
+    return {"waits": sum(kernel.count for kernel in kernels if "Synchronize" in kernel.key)}
 
 
 # 3. Runs with vLLM.  The same.
