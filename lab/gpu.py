@@ -8,21 +8,22 @@
 ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
 ended when its time is over, and is written as soon as it is there; all results are then copied to
 the folder that the variable OUT names, if it is set. One that fails leaves its reason in the column
-"error". Rows that a file has, of this card and commit, are skipped, and those with
-vLLM where it is not installed. Qwen3 and SmolLM2 are their shapes, with random weights and rewards.
-GB are the most that torch's tensors took, vLLM's included; share is share_of_peak of
-support/gpu.py, which counts 4 % more than the rows of commit 375db7f did.
+"error". Rows that a file has, of this card and commit, are skipped, and those with vLLM where it is
+not installed. Qwen3 and SmolLM2 are their shapes, with random weights and rewards. GB are the most
+that torch's tensors took, vLLM's included; share is share_of_peak of support/gpu.py, which counts
+4 % more than the rows of commit 375db7f did.
 
 gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens. shipped:
-as it is without vLLM, with nothing of support/gpu.py; 1: layers compiled; 2: the head beside vLLM, which multiplies 16 bits and adds up in
-float32, and statistics compiled; 3: microbatches of 8,192 tokens instead of 4,096. Parts are timed
-one by one, each with its backward pass; head_s is what is left, and held the statistics before.
-logp and gradient: how far a row is from the update as shipped ("plain"), and from float32.
+as it is without vLLM, where support/gpu.py changes nothing; 1: layers compiled; 2: the head beside
+vLLM, which multiplies 16 bits and adds up in float32, and statistics compiled; 3: microbatches of
+8,192 tokens instead of 4,096. Parts are timed one by one, each with its backward pass; head_s is
+what is left, and held the statistics before. logp and gradient: how far a row is from "shipped"
+(plain), and from float32.
 
 gpu_vllm.csv: seconds are means without the first step. "sync" scales weights and hands them over:
 diff is in nats between sampler and trainer, stale before and then after; greedy_same is the share
-of greedy tokens that are the trainer's best, too; same_twice, whether prompts are answered again
-alike.
+of greedy tokens that are the trainer's best, too; same_twice, whether prompts asked again get the
+same responses.
 """
 
 import contextlib
