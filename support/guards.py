@@ -85,46 +85,48 @@ class Guards:
                 warned.append(sign)
 
     def log_evaluation(self, step, metrics, samples):
-        if not self.run.writes_files:
+        run = self.run
+        if not run.writes_files:
             return
         numbers = {"0_headline/solved": metrics["solved"]}
         skills = [value for name, value in metrics.items() if name.startswith("retention_")]
         if skills:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
-        self.run.log("eval", numbers, step)
+        run.log("eval", numbers, step)
         for i, (problem, text, reward) in enumerate(samples[:3]):
             sample = (
                 f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
                 f"expected answer: {problem.get('answer', problem.get('target'))}"
             )
             sample = textwrap.indent(sample, "    ")  # so that nothing is taken for markup
-            self.run.writer.add_text(f"samples/held_out_{i}", sample, step)
+            run.writer.add_text(f"samples/held_out_{i}", sample, step)
 
     def log_step(self, step, metrics):
-        length, seconds = metrics["response_length"], metrics["time/total"]
+        run = self.run
+        length = metrics["response_length"]
         numbers = {
             "0_headline/reward": metrics["reward_mean"],
             "0_headline/response_length": length,
-            "tokens_per_s": length * self.run.cfg.rollout_batch_size / seconds,
-            "skipped_steps": len(self.run.state["skipped"]),
+            "tokens_per_s": length * run.cfg.rollout_batch_size / metrics["time/total"],
+            "skipped_steps": len(run.state["skipped"]),
         }
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            numbers |= gpu.share_of_peak(metrics, self.run.cfg)
+            numbers |= gpu.share_of_peak(metrics, run.cfg)
         if "kl_per_token" in metrics:
             numbers["0_headline/kl_per_token"] = metrics["kl_per_token"]
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
             numbers["adaptive_kl/raw_kl"] = metrics["kl_penalty"]
-        self.run.log("train", numbers, step)
+        run.log("train", numbers, step)
 
     def report(self, result, policy, ref_model, llm, tokenizer, problems):
         """After the run: how far the policy is from where it began, intervals, pictures."""
-        run, cfg = self.run, self.run.cfg
+        run = self.run
         report.report(result, policy, ref_model, llm, tokenizer, problems, run)
         HELD.close()
-        if run.stop and run.state["step"] < cfg.n_train_steps:
+        if run.stop and run.state["step"] < run.cfg.n_train_steps:
             print(
-                f"stopped after step {run.state['step']} of {cfg.n_train_steps}; to go on, add "
+                f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on, add "
                 f"--resume {run.folder}, or resume={str(run.folder)!r} in a script"
             )
             raise SystemExit(128 + run.stop)

@@ -36,10 +36,6 @@ def join(run):
         cfg.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if on_gpu and cfg.device.index is not None:
         torch.cuda.set_device(cfg.device)
-    if WORLD > 1 and cfg.precision == "fp16":
-        raise starter.InputError(
-            "precision = 'fp16' scales the loss in one process; use bf16 or float32 for several"
-        )
     if WORLD > 1 and not dist.is_initialized():
         longest_wait = datetime.timedelta(hours=1)  # for the process that writes a checkpoint
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=longest_wait)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def in_new_process(module, function, folder, starter_folder, *arguments):
         "print(json.dumps(answer), file=sys.__stdout__)"
     )
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (starter_folder, TESTS))),
+        "PYTHONPATH": f"{starter_folder}{os.pathsep}{TESTS}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONSAFEPATH": "1",
@@ -54,16 +55,16 @@ def write_copy(folder, text, with_support):
     folder.mkdir()
     (folder / "starter.py").write_text(text, "utf-8")
     if with_support:
-        shutil.copytree(
-            REPOSITORY / "support", folder / "support", ignore=shutil.ignore_patterns("tiny")
-        )
+        without_model = shutil.ignore_patterns("tiny")
+        shutil.copytree(REPOSITORY / "support", folder / "support", ignore=without_model)
     return folder
 
 
 def import_copy(folder):
     """Returns the module starter of this folder, in a process that may know another one."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("starter", "support")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("starter", "support"):
+            del sys.modules[name]
     sys.path.insert(0, str(folder))
     import starter
 
@@ -93,18 +94,15 @@ def start(program):
     child = os.fork()
     if child:
         return child, files
-    os.dup2(files["stdout"].fileno(), 1)
-    os.dup2(files["stderr"].fileno(), 2)
-    status = 0
+    status = 1
     try:
+        for number, file in enumerate(files.values(), 1):
+            os.dup2(file.fileno(), number)
         program()
-    except SystemExit as error:
-        status = error.code
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        status = 1
+        status = 0
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)  # the interpreter's own end would take a third of a second
 
 
@@ -115,7 +113,7 @@ def run_all(programs):
     n = os.cpu_count()
     for i in range(0, len(programs), n):
         for child, files in [start(program) for program in programs[i : i + n]]:
-            outcome = {"status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+            outcome = {"status": os.waitpid(child, 0)[1]}  # 0: it ended well
             for name, file in files.items():
                 file.seek(0)
                 outcome[name] = file.read()

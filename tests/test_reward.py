@@ -1,6 +1,5 @@
 """The reward: right answers solve, wrong ones do not, and no text does any harm."""
 
-import itertools
 import math
 
 import pytest
@@ -16,96 +15,169 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies
 
 COUNTDOWN = {"numbers": [3, 5, 7], "target": 22}
-NUMBER = {"answer": "1,234.5"}
 TEXT = {"answer": "a b"}
 LAST_NUMBER = {"answer": "68", "last_number": True}
 
 
-def reward_of(answer, problem):
-    problem = problem if isinstance(problem, dict) else {"answer": problem}
-    return tasks.score_answer(f"<answer>{answer}</answer>", problem)
+def reward_of(text, **problem):
+    return tasks.score_answer(f"<answer>{text}</answer>", problem)
 
 
 def test_first_scorer_that_a_problem_asks_for_scores_it():
-    assert reward_of("3*5+7", {**COUNTDOWN, "last_number": True, "answer": "7"}) == 1.0
+    assert reward_of("3*5+7", **COUNTDOWN, last_number=True, answer="7") == 1.0
     for problem in ({"numbers": None}, {"last_number": None}, {"numbers": [1, 2]}):
-        assert reward_of("7", {"answer": "7", **problem}) == 1.0  # not score_countdown's
+        assert reward_of("7", answer="7", **problem) == 1.0  # not score_countdown's
 
 
-# Countdown: arithmetic
+def rows_of(table):
+    return [line.split(" | ") for line in table.strip().splitlines()]
 
 
-def test_arithmetic_is_exact_where_floats_are_not():
-    """1/3 + 1/3 + 1/3 is 1, and 10**16 + 1 is not 10**16."""
-    assert reward_of("1/3+1/3+1/3", {"numbers": [1, 3, 1, 3, 1, 3], "target": 1}) == 1.0
-    assert reward_of(f"{10**16}+1", {"numbers": [10**16, 1], "target": 10**16}) == 0.1
-    assert reward_of("7/(5-5)", {"numbers": [5, 5, 7], "target": 0}) == 0.1
-    assert reward_of("7*(5-5)", {"numbers": [5, 5, 7], "target": 0}) == 1.0
+# Countdown: arithmetic that is exact where floats are not, and uses each number exactly once.
+# In each line: numbers, target, answer, reward.
+
+SUMS = """
+1 3 1 3 1 3 | 1 | 1/3+1/3+1/3 | 1.0
+10000000000000000 1 | 10000000000000000 | 10000000000000000+1 | 0.1
+5 5 7 | 0 | 7/(5-5) | 0.1
+5 5 7 | 0 | 7*(5-5) | 1.0
+3 5 7 | 22 | 3*5+7 | 1.0
+3 5 7 | 22 | 7 + (5 * 3) | 1.0
+3 5 7 | 22 | 22 | 0.1
+3 5 7 | 22 | 3*5+7+3-3 | 0.1
+3 5 7 | 22 | 5+5+5+7 | 0.1
+3 5 7 | 36 | 3*(5+7) | 1.0
+3 5 7 | 22 | 3*(5+7) | 0.1
+3 5 7 | 22 | 3*5+7=22 | 0.1
+3 5 7 | 22 | 35-7-3-3 | 0.1
+"""
 
 
-def test_each_number_must_be_used_exactly_once():
-    for text in ("3*5+7", "7 + (5 * 3)"):
-        assert reward_of(text, COUNTDOWN) == 1.0
-    for text in ("22", "3*5+7+3-3", "5+5+5+7", "3*(5+7)", "3*5+7=22", "35-7-3-3"):
-        assert reward_of(text, COUNTDOWN) == 0.1
+@pytest.mark.parametrize("numbers, target, answer, reward", rows_of(SUMS))
+def test_countdown_is_solved_by_exact_arithmetic(numbers, target, answer, reward):
+    numbers = [int(number) for number in numbers.split()]
+    assert reward_of(answer, numbers=numbers, target=int(target)) == float(reward)
 
 
-# Other answers: numbers, words; and any text. Each line has pairs with " | " between their parts.
+# Other answers: numbers, words; and any text
 
 EQUAL = """
-5. | 5           1,234.50 | $1,234.5      .5 | 0.50        -0 | 0        -12 | \u221212     $5 | 5
-\u20ac5.00 | 5   18% | 18                 18 % | 18.0%     -$5 | -5      1234567 | 1,234,567
--1,234,567.89 | \u22121,234,567.890       Paris. | paris   new  york | New York
-x = 5 | X = 5    5 km/h | 5 km/h          1/2 | 1/2        (3, 4) | (3, 4)
-2024-01-05 | 2024-01-05                   0012 | 0012
+5. | 5
+1,234.50 | $1,234.5
+.5 | 0.50
+-0 | 0
+-12 | \u221212
+$5 | 5
+\u20ac5.00 | 5
+18% | 18
+18 % | 18.0%
+-$5 | -5
+1234567 | 1,234,567
+-1,234,567.89 | \u22121,234,567.890
+Paris. | paris
+new  york | New York
+x = 5 | X = 5
+5 km/h | 5 km/h
+1/2 | 1/2
+(3, 4) | (3, 4)
+2024-01-05 | 2024-01-05
+0012 | 0012
 """
 DIFFERENT = """
-56 | 5           -5 | 5           12 | 0012       1/5 | 5            12,34 | 1234     3,4 | 34
-1.234,5 | 1234.5                  50% | 0.5       5 million | 5      5k | 5           5 squared | 5
-5 dozen | 5      5! | 5           sqrt 5 | 5      --5 | 5            -$-5 | -5        3.1.4 | 3.1
-5 and a half | 5                  1e3 | 1000      five | 5           nan | 5          $ | 5
-. | 5            5 or 6 | 5       5 (or 6) | 5    5+0 | 5            5 x 2 | 5        5=5 | 5
-y = 4 | x = 4    x = 4 | 4        5 km | 5 m      5 cents | 5        3/2 | 1/2        7:30 | 6:30
-2^10 | 3^10      x=5,y=4 | x=3,y=4                a b c | a b
+56 | 5
+-5 | 5
+12 | 0012
+1/5 | 5
+12,34 | 1234
+3,4 | 34
+1.234,5 | 1234.5
+50% | 0.5
+5 million | 5
+5k | 5
+5 squared | 5
+5 dozen | 5
+5! | 5
+sqrt 5 | 5
+--5 | 5
+-$-5 | -5
+3.1.4 | 3.1
+5 and a half | 5
+1e3 | 1000
+five | 5
+nan | 5
+$ | 5
+. | 5
+5 or 6 | 5
+5 (or 6) | 5
+5+0 | 5
+5 x 2 | 5
+5=5 | 5
+y = 4 | x = 4
+x = 4 | 4
+5 km | 5 m
+5 cents | 5
+3/2 | 1/2
+7:30 | 6:30
+2^10 | 3^10
+x=5,y=4 | x=3,y=4
+a b c | a b
 """
 
 
-def pairs_in(table):
-    """A table -> [(answer, gold)]. Three spaces end a pair."""
-    cells = [cell for line in table.splitlines() for cell in line.split("   ") if cell.strip()]
-    return [tuple(part.strip() for part in cell.split(" | ")) for cell in cells]
-
-
-@pytest.mark.parametrize("answer, gold", [*pairs_in(EQUAL), ("a " * 50_000, "a " * 50_000)])
+@pytest.mark.parametrize("answer, gold", [*rows_of(EQUAL), ("a " * 50_000, "a " * 50_000)])
 def test_equal_answers_solve(answer, gold):
-    assert reward_of(answer, gold) == reward_of(gold, answer) == 1.0
+    assert reward_of(answer, answer=gold) == reward_of(gold, answer=answer) == 1.0
 
 
-LONG = [("5" + " " * 2000 + "or 6", "5"), ("1" * 100_000, "5"), ("a " * 50_000, "a")]
+LONG = "5" + " " * 2000 + "or 6"
 
 
-@pytest.mark.parametrize("answer, gold", [*pairs_in(DIFFERENT), *LONG])
+@pytest.mark.parametrize(
+    "answer, gold", [*rows_of(DIFFERENT), (LONG, "5"), ("1" * 100_000, "5"), ("a " * 50_000, "a")]
+)
 def test_different_answers_do_not_solve(answer, gold):
-    assert reward_of(answer, gold) == 0.1 and not starter.same_answer(gold, answer)
+    assert reward_of(answer, answer=gold) == 0.1 and not starter.same_answer(gold, answer)
+
+
+RIGHT = """68
+The sum of 23 and 45 is 68.
+68.0
+**68**
+23+45=68
+It is $68,
+first 67, no: 68!"""
+WRONG = """
+67
+-68
+68 is 23 + 45
+168
+6 8
+68.5
+1,068
+<answer>68</answer> 1"""
 
 
 def test_last_number_is_the_answer_where_the_problem_says_so():
-    right = ["68", "The sum of 23 and 45 is 68.", "68.0", "**68**\n", "23+45=68", "It is $68,"]
-    right += ["first 67, no: 68!", "x" * 500 + " 68", "1 " * 500 + "68"]
-    for text in right:
+    for text in (*RIGHT.split("\n"), "68\n", "x" * 500 + " 68", "1 " * 500 + "68"):
         assert tasks.score_answer(text, LAST_NUMBER) == 1, text
-    wrong = ["", "67", "-68", "68 is 23 + 45", "168", "6 8", "68.5", "1,068"]
-    wrong += ["6" * 500 + "68", "168 " + "x" * 197, "<answer>68</answer> 1"]
-    for text in wrong:
+    for text in (*WRONG.split("\n"), "6" * 500 + "68", "168 " + "x" * 197):
         assert tasks.score_answer(text, LAST_NUMBER) == 0, text
 
 
-def test_tags_must_be_there_and_the_last_pair_counts():
-    for text in ("<answer>1</answer><answer>a b</answer> c", "<answer>a b</answer" + ">" * 2):
-        assert tasks.score_answer(text, TEXT) == 1.0
-    for text in ("a b", "<answer>a b", "a b</answer>", "</answer><answer>a b"):
-        assert tasks.score_answer(text, TEXT) == 0.0
-    assert tasks.score_answer("<answer> \n</answer>", TEXT) == 0.0
+TAGS = """
+<answer>1</answer><answer>a b</answer> c | 1.0
+<answer>a b</answer>> | 1.0
+a b | 0.0
+<answer>a b | 0.0
+a b</answer> | 0.0
+</answer><answer>a b | 0.0
+<answer> </answer> | 0.0
+"""
+
+
+@pytest.mark.parametrize("text, reward", rows_of(TAGS))
+def test_tags_must_be_there_and_the_last_pair_counts(text, reward):
+    assert tasks.score_answer(text, TEXT) == float(reward)
 
 
 PIECES = strategies.text(max_size=9) | strategies.sampled_from(
@@ -118,14 +190,15 @@ TIMES = strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4, 10**5])
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=150)
 @hypothesis.given(strategies.lists(strategies.tuples(PIECES, TIMES), max_size=12))
-@hypothesis.example([("(", 200)]).via("deep nesting")
-@hypothesis.example([("9**", 66), ("9", 1)]).via("a huge power")
-@hypothesis.example([("1", 10**6)]).via("a huge number")
+@hypothesis.example([("(", 200)])  # deep nesting
+@hypothesis.example([("9**", 66), ("9", 1)])  # a huge power
+@hypothesis.example([("1", 10**6)])  # a huge number
 def test_reward_of_any_text_is_a_number(pieces):
     text = "".join(piece * times for piece, times in pieces)
-    problems = COUNTDOWN, NUMBER, TEXT, LAST_NUMBER
-    for problem, text in itertools.product(problems, (text, f"<answer>{text}</answer>")):
+    tagged = f"<answer>{text}</answer>"
+    for problem in (COUNTDOWN, TEXT, LAST_NUMBER):
         assert tasks.score_answer(text, problem) in (0.0, 0.1, 1.0)
+        assert tasks.score_answer(tagged, problem) in (0.0, 0.1, 1.0)
 
 
 def score(texts, problems, reward):
