@@ -259,6 +259,10 @@ def gradient_rows(n_policies=10):
     return rows
 
 
+def k3(d):
+    return torch.expm1(-d) + d
+
+
 # Penalties as published code has them, of one token: formula, placement, and the value. In the loss
 # it is differentiated as it stands; from the reward it is subtracted. d = log pi - log ref.
 MISTAKES = [
@@ -266,11 +270,11 @@ MISTAKES = [
     ("-d", "loss", lambda d: -d),
     ("exp(d) - 1 - d", "loss", lambda d: torch.expm1(d) - d),  # k3 with the sign of d reversed
     ("exp(d) * d", "loss", lambda d: d.exp() * d),
-    ("min(k3, 1)", "loss", lambda d: starter.k3(d).clamp(max=1.0)),
+    ("min(k3, 1)", "loss", lambda d: k3(d).clamp(max=1.0)),
     ("-d", "reward", lambda d: -d),
     ("abs(d)", "reward", torch.abs),
-    ("d^2 / 2", "reward", starter.k2),
-    ("k3", "reward", starter.k3),
+    ("d^2 / 2", "reward", lambda d: d.square() / 2),
+    ("k3", "reward", k3),
 ]
 
 
@@ -283,19 +287,19 @@ def mistake_rows(n_policies=10):
         measured = []
         for seed in range(n_policies):
             policies = random_policies(world, seed)
-            weight = policies["policy"].clone().requires_grad_()
-            stats = look_up(world, weight, policies["ref"])
-            log_probs = stats["log_probs"]
-            value = value_of(log_probs - stats["ref_log_probs"])
-            surrogate = value if place == "loss" else value.detach() * log_probs
-            p = log_probs.detach().exp()
+            weight = policies["policy"].flatten().requires_grad_()
+            log_p = weight.log_softmax(dim=0)
+            d = log_p - policies["ref"].flatten().log_softmax(dim=0)
+            p = log_p.detach().exp()
+            value = value_of(d)
+            surrogate = value if place == "loss" else value.detach() * log_p
+            kl = (log_p.exp() * d).sum()
+            [exact] = torch.autograd.grad(kl, weight, retain_graph=True)
             [ours] = torch.autograd.grad((p * surrogate).sum(), weight)
-            exact = exact_gradients(world, policies, "policy")[SEQUENCE].view_as(ours)
-            share = (p * value).sum() / (p * stats["kl_per_token"]).sum()
             size = ours.norm() / exact.norm()
-            cosine = torch.cosine_similarity(ours.flatten(), exact.flatten(), dim=0)
+            cosine = torch.cosine_similarity(ours, exact, dim=0)
             error = (ours - exact).norm() / exact.norm()
-            measured.append(torch.stack([share, size, cosine, error]))
+            measured.append(torch.stack([(p * value).sum() / kl, size, cosine, error]))
         medians = torch.stack(measured).median(dim=0).values.tolist()
         row = dict(zip(("value", "size", "cosine", "relative error"), medians))
         rows.append({"formula": formula, "in": place, **row, "holds": medians[3] > 0.1})
