@@ -17,9 +17,10 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     the saved model is not the policy."""
     n = len(problems.held_out)
     nats = measure_kl(policy, ref_model, llm, problems.held_out, run.cfg)
-    kl = {"kl_per_token": nats.mean().item(), "kl_per_sequence": nats.sum().item() / n}
-    result |= kl
-    run.log("eval", kl, run.state["step"])
+    result["kl_per_token"] = nats.mean().item()
+    result["kl_per_sequence"] = nats.sum().item() / n
+    if not run.cfg.use_kl_penalty:  # with it, each step has logged it
+        run.log("eval", {"0_headline/kl_per_token": result["kl_per_token"]}, run.state["step"])
     if run.writes_files:
         log_hparams(run)
         draw(run)
@@ -32,11 +33,10 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
 def lines_of_report(result, n, run):
     """Yields lines. n: the number of held-out problems."""
     yield f"\n=== Report: step {run.state['step']} ==="
-    for name, after in result["after"].items():
+    for name, now in result["after"].items():
         if name == "solved" or name.startswith("retention_"):
             before = result["before"][name]
-            change = f"({100 * (after - before):+.1f} points)"
-            yield f"  {name:<18} {before:6.1%} -> {after:6.1%}  {change}"
+            yield f"  {name:<18} {before:6.1%} -> {now:6.1%}  ({100 * (now - before):+.1f} points)"
     low, high = wilson_interval(result["after"]["solved"], n)
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
     yield (
@@ -79,9 +79,9 @@ def check_saved_model(policy, problems, run):
         theirs = saved(input_ids=ids, use_cache=False).logits.log_softmax(dim=2)
     difference = (ours - theirs).abs().mean()
     if not difference < limit:  # nan, too
-        kept = max(run.folder.glob("checkpoint_*.pt"), default="no checkpoint")
         raise starter.RunStopped(
-            f"{run.folder}/model differs from the policy by {difference:.2g} nats; use {kept}"
+            f"the saved model, {run.folder}/model, differs from the policy by {difference:.2g} "
+            "nats; the policy's weights are in the checkpoints beside it"
         )
 
 
@@ -129,7 +129,7 @@ def draw_curve(folder):
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     figure = Figure(figsize=(4.2, 5.6), dpi=110, layout="constrained")
     upper, lower = figure.subplots(2)
-    lower.set(title="KL, nats per token", xlabel="step")
+    lower.set_title("KL in nats per token, over the steps")
     for tag in log.Tags()["scalars"]:
         if re.fullmatch("train/(reward_mean|kl_per_token)|eval/(solved|retention_.*)", tag):
             panel = lower if "kl" in tag else upper
