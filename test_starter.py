@@ -342,7 +342,7 @@ def random_step(rng):
         name: [[rng.gauss(0, 0.6) for _ in range(width)] for _ in rows]
         for name in ("policy", "old", "ref", "sampler", "exact")
     }
-    step["mask"] = [[rng.random() < 0.7 for _ in range(width)] for _ in rows]
+    step["mask"] = [[rng.random() < 0.5 for _ in range(width)] for _ in rows]
     step["mask"][0][0] = True
     step["rewards"] = [rng.choice([0.0, 0.1, 1.0]) for _ in rows]
     step["group_size"] = group_size

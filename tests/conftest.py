@@ -136,6 +136,17 @@ def gradient_of(model):
     return parameters_to_vector(parameter.grad for parameter in model.parameters())
 
 
+def at_each_call(owner, name, keep):
+    """Has keep(*arguments) called before each call of this function of a module."""
+    real = getattr(owner, name)
+
+    def keep_and_call(*arguments):
+        keep(*arguments)
+        return real(*arguments)
+
+    setattr(owner, name, keep_and_call)
+
+
 def load_copy(folder):
     """Returns the starter.py of this folder as a module of its own."""
     spec = importlib.util.spec_from_file_location("starter_copy", folder / "starter.py")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import scalars
+from conftest import load_copy, scalars
 from lab import crash_test
 
 import starter
@@ -24,12 +24,6 @@ def alone(tmp_path):
     """A folder that holds starter.py and nothing else."""
     (tmp_path / "alone").mkdir()
     return Path(shutil.copy(starter.__file__, tmp_path / "alone")).parent
-
-
-def run(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=ENVIRONMENT, text=True, capture_output=True
-    )
 
 
 @pytest.mark.slow
@@ -50,31 +44,31 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
         assert [*scalars(folder)["eval/solved"]] == [0, 3, 6]
 
 
-def test_file_alone_says_first_what_it_needs(alone):
-    done = run(alone, "starter.py")
-    assert done.returncode == 1 and "'countdown'" in done.stderr
-    quick_tests, _, rest = done.stdout.partition("support/ is not here, so give --model_id ID --ta")
-    assert rest.startswith("sk FILE.jsonl;") and "FAILED" not in quick_tests
+def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
+    monkeypatch.chdir(alone)
+    with pytest.raises(FileNotFoundError, match="countdown"):
+        load_copy(alone).main()
+    assert capsys.readouterr().out.startswith("support/ is not here, so give --model_id ID --task")
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
 
 
 @pytest.mark.parametrize(
-    "name, value, message",
+    "name, value",
     [
-        ("lora_rank", 8, "lora_rank and frozen_in_bf16 need the folder support/"),
-        ("loss_average", "drgrpo", "loss_average = 'drgrpo' is not known; use one of"),
-        ("rollout_batch_size", 4, "group_size = 8 must be 2 or more, and divide .* = 4;"),
-        ("kl_in", "reward", "'reward' works with kl_estimator = 'k1' alone"),
-        ("temperature", 0, "temperature must be above 0"),
-        ("kl_adaptation_method", "half+none", "kl_adaptation_method = 'half' is not known"),
+        ("lora_rank", 8),
+        ("loss_average", "drgrpo"),
+        ("rollout_batch_size", 4),  # less than a group
+        ("kl_in", "reward"),  # with k3
+        ("temperature", 0),
+        ("kl_adaptation_method", "half+none"),
     ],
 )
-def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name, value, message):
+def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name, value):
     monkeypatch.setattr(starter, "find_support", lambda: None)
     cfg = starter.cfg_with(engine="transformers", rollout_batch_size=16)
     starter.check_settings(cfg)
     setattr(cfg, name, value)
-    with pytest.raises(starter.InputError, match=message):
+    with pytest.raises(starter.InputError, match=name):
         starter.check_settings(cfg)
 
 
@@ -103,7 +97,8 @@ print(json.dumps([[name for name in before if before[name] != after[name]],
 
 
 def test_import_changes_nothing_but_variables_that_are_not_set(alone):
-    done = run(alone, "-c", LOOK)
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, cwd=alone, env=ENVIRONMENT, text=True, capture_output=True)
     assert (done.stderr, done.returncode) == ("", 0)
     changed, variables, overwritten, imported = json.loads(done.stdout)
     assert changed == overwritten == imported == [] != variables

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from conftest import (
     advantages_by_loops,
+    at_each_call,
     gradient_of,
     often_equal,
     save_checkpoint,
@@ -297,22 +298,16 @@ def train(starter, checkpoint, folder, **changes):
         sys.modules["support.report"].report = mock.Mock()  # its pictures take a second
     steps = [{}]  # what support/ tries before the first one
 
-    def at_each_call(name, keep):
-        real = getattr(starter, name)
-
-        def keep_and_call(*args):
-            keep(*args)
-            return real(*args)
-
-        setattr(starter, name, keep_and_call)
-
     def keep_gradient(policy, max_norm):
         weights = parameters_to_vector(policy.parameters()).detach()
         steps[-1].update(weights=weights, gradient=gradient_of(policy))
 
-    at_each_call("compute_group_normalized_advantages", lambda x, *_: steps.append({"rewards": x}))
-    at_each_call("make_batch", lambda responses, *_: steps[-1].update(responses=responses))
-    at_each_call("clip_gradient", keep_gradient)
+    def keep_rewards(rewards, *others):
+        steps.append({"rewards": rewards.tolist()})
+
+    at_each_call(starter, "compute_group_normalized_advantages", keep_rewards)
+    at_each_call(starter, "make_batch", lambda responses, *_: steps[-1].update(responses=responses))
+    at_each_call(starter, "clip_gradient", keep_gradient)
     given = {"n_train_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0, **changes}
     given = settings(checkpoint, folder, **given)
     given["reward"] = given["reward"] or starter.reward_fn
@@ -348,7 +343,7 @@ def compare_with_loss(checkpoint, folder, name):
         x.rollout_log_probs = pad_sequence(sampled, True)
         x.lengths = torch.tensor([[len(response.response_ids)] for response in step.responses])
         x.mask = torch.arange(labels.shape[1]) < x.lengths
-        advantages = advantages_by_loops(step.rewards.tolist(), 4, 1e-6, True)
+        advantages = advantages_by_loops(step.rewards, 4, 1e-6, True)
         x.advantages = torch.tensor(advantages)[:, None]
         of_references = [logits_of(model, at_start * y, step.responses) for y in edit.references]
         ref_logits = sum(of_references).detach() / len(of_references)

@@ -1,17 +1,25 @@
 """Each recipe fits starter.py, computes its formula (loops in float64), and trains."""
 
-import importlib.util
 import itertools
 import math
 import random
 import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import scalars, settings, small_sums, variety
+from conftest import (
+    at_each_call,
+    gradient_of,
+    load_copy,
+    make_responses,
+    make_step,
+    scalars,
+    settings,
+    small_sums,
+    variety,
+)
 from forked import REPOSITORY, import_copy, import_once, in_new_process, run_all, write_copy
 from torch.nn.utils import parameters_to_vector
 
@@ -42,11 +50,7 @@ def load(name, folder):
     """starter.py with a recipe in it, as a module of its own without support/."""
     (folder / "starter.py").write_text(TEXT, "utf-8")
     assert git_apply(name, folder)
-    spec = importlib.util.spec_from_file_location(f"starter_{name}", folder / "starter.py")
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {spec.name: module}):
-        spec.loader.exec_module(module)
-    return module
+    return load_copy(folder)
 
 
 @pytest.mark.parametrize("pair", itertools.combinations(NAMES, 2), ids="+".join)
@@ -98,8 +102,6 @@ def trained(checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES + PAIRS)
 def test_recipe_trains_alike_with_and_without_support(name, trained):
-    page = (RECIPES / "README.md").read_text("utf-8")
-    assert name in PAIRS or f"\n## {name}\n\n`recipes/{name}.patch`" in page
     logs = []
     for with_support in (False, True):
         folder, outcome = trained[name, with_support]
@@ -114,28 +116,23 @@ def test_recipe_trains_alike_with_and_without_support(name, trained):
 # Rewards and advantages
 
 
-@pytest.mark.parametrize("name", ["rloo", "maxrl"])
-def test_advantages_equal_the_formula(name, tmp_path):
-    expected = []
-    groups = [[0.0, 1.0, 0.1, 1.0], [0.5] * 4]
-    for group in groups:
-        mean = sum(group) / 4
-        for reward in group:
-            mean_of_others = (sum(group) - reward) / 3
-            formulas = {"rloo": reward - mean_of_others, "maxrl": (reward - mean) / (mean + 1e-6)}
-            expected.append(formulas[name])
+@pytest.mark.parametrize(
+    "name, by_hand",
+    [("rloo", [-7 / 10, 19 / 30, -17 / 30, 19 / 30]), ("maxrl", [-1, 19 / 21, -17 / 21, 19 / 21])],
+)
+def test_advantages_equal_the_formula(name, by_hand, tmp_path):
     module = load(name, tmp_path)
-    found, _ = module.compute_group_normalized_advantages(
-        torch.tensor(groups).flatten(), 4, 1e-6, module.cfg_with().normalize_by_std
-    )
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    rewards = torch.tensor([0.0, 1.0, 0.1, 1.0] + [0.5] * 4)
+    by_std = module.cfg_with().normalize_by_std
+    found, _ = module.compute_group_normalized_advantages(rewards, 4, 1e-6, by_std)
+    assert found.tolist() == pytest.approx(by_hand + [0] * 4, abs=1e-5)
 
 
 def test_length_reward_equals_the_formula(tmp_path):
     module = load("length_reward", tmp_path)
     responses = [module.Response([5], [7] * n, [], True) for n in range(1, 21)]
     found = module.overlong_punishment(responses, 20)
-    assert found.tolist() == pytest.approx([max(0, n - 16) / 4 for n in range(1, 21)])
+    assert found.tolist() == pytest.approx([0] * 16 + [0.25, 0.5, 0.75, 1])
 
 
 def test_several_rewards_are_summed_exactly_and_logged(checkpoint, tmp_path):
@@ -189,79 +186,64 @@ def test_token_advantages_are_the_discounted_rewards_still_to_come(checkpoint, t
 
 # The loss
 
-# Two responses of 3 and 2 tokens, one better than its group and one worse; exp(2), exp(1.9) are cut
-OLD = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.7, 0.0]], dtype=torch.double)
-NOW = torch.tensor([[-0.9, -2.6, 1.5], [0.4, -3.0, 0.0]], dtype=torch.double, requires_grad=True)
-ADVANTAGES = torch.tensor([[0.8], [-1.2]], dtype=torch.double)
-
-
-def loss_by_hand(name):
-    total = 0.0
-    for now, old, (advantage,), n in zip(NOW, OLD, ADVANTAGES, (3, 2)):
-        log_ratios = [now[t] - old[t] for t in range(n)]
-        if name == "gspo":  # one clipped ratio for a response; mean over responses
-            ratio = torch.exp(sum(log_ratios) / n)
-            clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
-            total -= torch.minimum(ratio * advantage, clipped * advantage) / 2
-        else:  # no gradient through the ratio, which is cut at 5; mean over tokens
-            for log_ratio, log_prob in zip(log_ratios, now):
-                total -= min(log_ratio.exp().item(), 5.0) * advantage * log_prob / 5
-    return total
-
 
 @pytest.mark.parametrize("name, n_cut", [("gspo", 5), ("cispo", 2)])
 def test_loss_and_gradient_equal_the_formula(name, n_cut, tmp_path):
+    """Two responses of 3 and 2 tokens, one better than its group and one worse; two ratios, exp(2)
+    and exp(1.9), are above CISPO's bound."""
+    old = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.7, 0.0]]).double()
+    now = torch.tensor([[-0.9, -2.6, 1.5], [0.4, -3.0, 0.0]]).double().requires_grad_()
+    advantages = torch.tensor([[0.8], [-1.2]]).double()
+    expected = 0.0
+    for row, (advantage,), n in zip(range(2), advantages, (3, 2)):
+        log_probs = now[row, :n]
+        ratios = torch.exp(log_probs - old[row, :n])
+        if name == "gspo":  # one clipped ratio for a response; mean over responses
+            ratio = ratios.prod() ** (1 / n)
+            clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+            expected -= torch.minimum(ratio * advantage, clipped * advantage) / 2
+        else:  # no gradient through the ratio, which is cut at 5; mean over tokens
+            expected -= (ratios.detach().clamp(max=5) * advantage * log_probs).sum() / 5
     module = load(name, tmp_path)
     cfg = module.cfg_with()
     assert cfg.epochs_per_rollout == 2  # at a ratio of 1 nothing is cut
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    loss, metadata = module.compute_loss(ADVANTAGES, NOW, OLD, cfg.clip_range, mask=mask)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    loss, metadata = module.compute_loss(advantages, now, old, cfg.clip_range, mask=mask)
     total = (loss * module.AVERAGES[cfg.loss_average](mask.double(), 3)).sum()
-    expected = loss_by_hand(name)
     torch.testing.assert_close(total, expected)
-    gradients = [torch.autograd.grad(x, NOW) for x in (total, expected)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*(torch.autograd.grad(x, now) for x in (total, expected)))
     assert metadata["clip_frac"].item() == pytest.approx(n_cut / 5)
 
 
-def test_entropy_bonus_has_the_gradient_of_the_entropy_also_where_a_token_is_forbidden(
-    tmp_path, monkeypatch
-):
+def test_entropy_bonus_has_the_gradient_of_the_entropy(checkpoint, tmp_path):
+    """Where no response has an advantage: the mean over eight tokens, by the model's own logits."""
     module = load("entropy_bonus", tmp_path)
-    table = [[0.3, -1.0, 2.0], [1.0, 0.5, -math.inf]]
-    logits = torch.tensor(table, requires_grad=True)
-    monkeypatch.setattr(module, "response_logits", lambda *_: logits)
-    zeros = torch.zeros(1, 2)
-    rows = {
-        "labels": torch.tensor([[0, 1]]),
-        "response_mask": torch.ones(1, 2, dtype=torch.bool),
-        "advantages": zeros,
-        "weights": torch.tensor([[1.0, 3.0]]),
-        "rollout_log_probs": zeros,
-    }
-    module.grpo_microbatch_step(None, rows, module.cfg_with(precision="float32"))
-    for row, weight, gradient in zip(table, (1, 3), logits.grad.tolist()):
-        p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
-        entropy = -sum(x * math.log(x) for x in p if x)
-        slopes = [-x * (math.log(x) + entropy) if x else 0.0 for x in p]
-        by_hand = [-0.01 * weight * slope for slope in slopes]
-        assert gradient == pytest.approx(by_hand, abs=1e-8) and max(by_hand) > 1e-4
+    policy, _ = module.init_policy(checkpoint, "cpu")
+    responses = make_responses((3, 5))
+    rows = make_step(responses, advantages=torch.zeros(2))
+    module.grpo_microbatch_step(policy, rows, module.cfg_with(precision="float32"))
+    found = gradient_of(policy)
+    policy.zero_grad()
+    for prompt_ids, response_ids, *_ in responses:
+        logits = policy(torch.tensor([prompt_ids + response_ids])).logits[0]
+        log_p = logits[len(prompt_ids) - 1 : -1].log_softmax(dim=1)
+        (0.01 * (log_p.exp() * log_p).sum() / 8).backward()
+    torch.testing.assert_close(found, gradient_of(policy), rtol=1e-4, atol=1e-7)
 
 
-# Tokens whose ratio is 1, 0.4, 5.2 and 2; the second response has drifted by 0.1 nats a token
-@pytest.mark.parametrize(
-    "advantage, weights",
-    [(0.8, [[1, 0, 0, 2], [math.exp(-0.1)] * 4]), (-0.8, [[1, 0, 0, 2], [0] * 4])],
-)
-def test_sampler_mask_equals_the_formula(advantage, weights, tmp_path):
+def test_sampler_mask_equals_the_formula(tmp_path):
+    """Tokens whose ratio is 1, 0.4, 5.2 and 2, and a response that has drifted by 0.1 nats each."""
     module = load("sampler_mask", tmp_path)
-    ratios = torch.tensor([[1, 0.4, 5.2, 2], [math.exp(-0.1)] * 4])
+    drifted = [math.exp(-0.1)] * 4
+    ratios = torch.tensor([[1, 0.4, 5.2, 2], drifted])
     now = torch.full((2, 4), -1.0, requires_grad=True)
     sampler = now.detach() - ratios.log()
-    advantages = torch.full((2, 1), advantage)
-    loss, _ = module.compute_loss(advantages, now, now.detach(), 0.2, sampler_log_probs=sampler)
-    [gradient] = torch.autograd.grad(loss.sum(), now)
-    torch.testing.assert_close(gradient, -advantage * torch.tensor(weights, dtype=torch.float))
+    for advantage, of_drifted in ((0.8, drifted), (-0.8, [0.0] * 4)):
+        advantages = torch.full((2, 1), advantage)
+        loss, _ = module.compute_loss(advantages, now, now.detach(), 0.2, sampler_log_probs=sampler)
+        [gradient] = torch.autograd.grad(loss.sum(), now)
+        weights = torch.tensor([[1, 0, 0, 2], of_drifted])
+        torch.testing.assert_close(gradient, -advantage * weights)
 
 
 # The loop
@@ -317,17 +299,15 @@ def test_off_policy_samples_every_fourth_step(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, monkeypatch, share):
+def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, share):
     module = load("moving_reference", tmp_path)
     module.REFERENCE_EVERY, module.REFERENCE_SHARE = 2, share
-    real = module.grpo_microbatch_step
     seen = []  # of each step: policy and reference
 
-    def spy(policy, rows, cfg, ref_model, beta):
+    def keep(policy, rows, cfg, ref_model, *others):
         seen.append([parameters_to_vector(x.parameters()).clone() for x in (policy, ref_model)])
-        return real(policy, rows, cfg, ref_model, beta)
 
-    monkeypatch.setattr(module, "grpo_microbatch_step", spy)
+    at_each_call(module, "grpo_microbatch_step", keep)
     one = dict(max_tokens_per_microbatch=10_000)
     whole, resumed = whole_and_resumed(module, checkpoint, tmp_path, **one)
     assert whole["train/loss"] == resumed["train/loss"]
@@ -337,34 +317,20 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, monkey
         assert not policy.equal(before)
 
 
-def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path, monkeypatch):
-    module, plain = [load(name, tmp_path) for name in ("minibatches", "cosine")]
-    given = settings(checkpoint, tmp_path, n_train_steps=2, learning_rate=1e-3, loss_average="grpo")
-    steps = []  # (rows, weights) of each optimiser step
-    real_step, real_clip = module.grpo_microbatch_step, module.clip_gradient
-    parts = []
-
-    def spy(policy, rows, *others):
-        parts.append((len(rows["labels"]), rows["weights"].sum().item()))
-        return real_step(policy, rows, *others)
-
-    def clip(*arguments):
-        n_rows, weights = [sum(column) for column in zip(*parts)]
-        steps.append((n_rows, round(weights, 5)))
-        parts.clear()
-        return real_clip(*arguments)
-
-    monkeypatch.setattr(module, "leave_out_rows", lambda policy, batch, *others: batch)
-    monkeypatch.setattr(module, "grpo_microbatch_step", spy)
-    monkeypatch.setattr(module, "clip_gradient", clip)
-    ratios = scalars(module.main(**given)["run_folder"])["train/ratio_mean"]
-    assert steps == [(4, 1.0)] * 8  # 16 responses a step, 4 optimiser steps
-    assert all(abs(ratio - 1) > 1e-4 for ratio in ratios.values())
-    module.N_MINIBATCHES = 1  # then the first step is that of starter.py
-    given["warmup_steps"] = 0
-    first, expected = [scalars(x.main(**given)["run_folder"]) for x in (module, plain)]
-    for tag in ("train/loss", "train/grad_norm"):
-        assert first[tag][1] == pytest.approx(expected[tag][1], rel=1e-3, abs=1e-6)
+def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path):
+    """The ratio is that to the policy before the first of them."""
+    module = load("minibatches", tmp_path)
+    module.leave_out_rows = lambda policy, batch, *others: batch
+    steps = [[]]  # the microbatches of each optimiser step
+    at_each_call(module, "grpo_microbatch_step", lambda policy, rows, *_: steps[-1].append(rows))
+    at_each_call(module, "clip_gradient", lambda *_: steps.append([]))
+    given = settings(checkpoint, tmp_path, n_train_steps=2, loss_average="grpo")
+    log = scalars(module.main(**given)["run_folder"])
+    assert steps.pop() == []
+    n_rows = [sum(len(rows["labels"]) for rows in step) for step in steps]
+    weights = [sum(rows["weights"].sum().item() for rows in step) for step in steps]
+    assert n_rows == [4] * 8 and weights == pytest.approx([1] * 8)  # 16 responses a step
+    assert all(abs(ratio - 1) > 1e-4 for ratio in log["train/ratio_mean"].values())
 
 
 # Conversations
@@ -383,7 +349,8 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
     responses = module.rollout(policy, None, prompts, cfg, 1, 4, 1.0)
     assert len({call.args[1] for call in module.seed_for.call_args_list}) == 3  # of each turn
     batch = module.make_batch(responses, torch.zeros(12), "cpu")
-    for response, *found in zip(responses, batch["response_mask"], batch["rollout_log_probs"]):
+    rows = zip(responses, batch["response_mask"].tolist(), batch["rollout_log_probs"].tolist())
+    for response, mask, log_probs in rows:
         rest = response.response_ids
         assert len(rest) <= 24
         written = [False] * (len(response.prompt_ids) - 1)
@@ -398,11 +365,10 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
         is_over = n > 0 and response.response_ids[-1] in stops and n_read == 0
         assert response.finished == is_over
         ids = torch.tensor(response.prompt_ids + response.response_ids)
-        table = policy(ids[None, :-1]).logits[0].double().log_softmax(dim=1)
-        written = torch.tensor(written).double()
-        own = table[range(len(written)), ids[1:]] * written
-        found = torch.stack([x.double() for x in found])[:, : len(written)]
-        torch.testing.assert_close(found, torch.stack([written, own]), rtol=0, atol=1e-4)
+        table = policy(ids[None, :-1]).logits[0].log_softmax(dim=1)
+        own = table[range(len(written)), ids[1:]] * torch.tensor(written)
+        assert mask[: len(written)] == written
+        assert log_probs[: len(written)] == pytest.approx(own.tolist(), abs=1e-4)
 
 
 def test_calculator_answers_arithmetic_and_nothing_else(tmp_path, monkeypatch):
