@@ -16,6 +16,6 @@ def checked_kl_settings(**options):
     given = {name: value for name, value in options.items() if value is not None}
     cfg = starter.cfg_with(**given, use_kl_penalty=True)
     rules.check_kinds(cfg)
-    starter.check_kl_settings(cfg)
+    settings = starter.KLSettings(**{name: getattr(cfg, name) for name in NAMES})
     kl_checks.check_kl(cfg)
-    return starter.KLSettings(**{name: getattr(cfg, name) for name in NAMES})
+    return settings
