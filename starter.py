@@ -502,13 +502,14 @@ def reward_fn(response_text, problem):
 
 
 def score(responses, problems, tokenizer, reward):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float32 rewards.
+    """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards.
     support/ replaces this function where several processes share the work."""
-    all_ids = [response.response_ids for response in responses]
-    texts = tokenizer.batch_decode(all_ids, skip_special_tokens=True)
+    # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
+    all_ids = [r.response_ids[: len(r.response_ids) - r.finished] for r in responses]
+    texts = tokenizer.batch_decode(all_ids)
     group_size = len(responses) // len(problems)
     takes_response = "response" in inspect.signature(reward).parameters
-    rewards = torch.zeros(len(responses))
+    rewards = torch.zeros(len(responses), dtype=torch.float64)
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
         if takes_response:
@@ -531,8 +532,9 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-    # The mean of equal rewards can be off by one bit. Here their advantages become exactly 0.
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
+    # advantages of such a group become exactly 0.
+    all_equal = torch.isclose(groups, groups[:, :1], rtol=1e-6).all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)

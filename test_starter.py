@@ -833,7 +833,7 @@ def test_check_sampler_stops_the_run_of_a_stale_sampler(limit, first_diff, chang
 def test_evaluation_matches_hand_computed_values(monkeypatch):
     """Three problems, each with a response of its own length, in the order of the problems."""
     texts = ["<answer>1</answer>", "<answer>12</answer>", "no answer"]
-    replies = [TOKENIZER(text)["input_ids"] for text in texts]
+    replies = [TOKENIZER(text + TOKENIZER.eos_token)["input_ids"] for text in texts]
     problems = [{"answer": str(i), "prompt_ids": [i]} for i in (1, 2, 3)]
     rollout = mock.Mock(return_value=[Response([], reply, [], True) for reply in replies])
     monkeypatch.setattr(starter, "rollout", rollout)
@@ -936,7 +936,8 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
     responses = called.call_args.args[0]
     asked = starter.problems_of_step(small_sums(None)[0], 0, 4, 0)
     policy, tokenizer = starter.init_policy(checkpoint, CPU)
-    texts = [tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in responses]
+    texts = [tokenizer.decode(r.response_ids) for r in responses]
+    texts = [text.removesuffix(tokenizer.eos_token) for text in texts]
     rewards = [often_equal(text, asked[i // 4]) for i, text in enumerate(texts)]
     advantages = advantages_by_loops(rewards, 4, 0.0, False)
     total = 0.0

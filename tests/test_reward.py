@@ -203,7 +203,8 @@ def test_reward_of_any_text_is_a_number(pieces):
 
 def score(texts, problems, reward):
     tokenizer = make_tokenizer()
-    responses = [Response([0], tokenizer(text)["input_ids"], [], False) for text in texts]
+    ids = tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]
+    responses = [Response([0], response_ids, [], True) for response_ids in ids]
     return starter.score(responses, problems, tokenizer, reward)
 
 
@@ -215,11 +216,11 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
         return len(response.response_ids) + response.finished
 
     problems = [{"answer": 1}, {"answer": 0}]
-    written = [*"xyzuv", "<|user|><answer>w</answer><|end|>"]
+    written = [*"xyzuv", "<|user|><answer>w</answer>"]
     texts, rewards = score(written, problems, reward)
-    assert texts == [*"xyzuv", "<answer>w</answer>"]  # without special tokens, with answer tags
+    assert texts == written  # without the stop token, with other special ones
     assert rewards.tolist() == [1, 1, 1, 0, 1, 0]
-    assert score(written, problems, length)[1].tolist() == [1, 1, 1, 1, 1, 5]
+    assert score(written, problems, length)[1].tolist() == [3, 3, 3, 3, 3, 6]
 
 
 def test_reward_may_be_any_number():
