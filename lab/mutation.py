@@ -76,21 +76,8 @@ def is_seen(mutant):
         (folder / "starter.py").write_text(mutant[-1], "utf-8")
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        failed = pytest.main(
-            [
-                "-x",
-                "-n",
-                "0",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:terminal",
-                "-m",
-                "not slow",
-                *TESTS,
-            ],
-            plugins=[QuickestFirst()],
-        )
+        options = "-x -n 0 -p no:cacheprovider -p no:terminal -m".split()
+        failed = pytest.main([*options, "not slow", *TESTS], plugins=[QuickestFirst()])
         os.chdir("/")
     return bool(failed)
 
