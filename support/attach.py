@@ -3,7 +3,7 @@ draws the tokens, scores them, and computes the loss; this folder makes that fas
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, presets
-from support import ranks, rules, skills, tasks
+from support import ranks, rules, skills, tasks, tokens
 
 
 def check_settings(cfg):
@@ -11,6 +11,7 @@ def check_settings(cfg):
     edits.restore()
     edits.wrap(score_answer=tasks.score_answer)
     rules.attach()
+    tokens.attach()
     presets.choose(cfg)
     rules.check_kinds(cfg)
 

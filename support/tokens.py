@@ -1,0 +1,46 @@
+"""Special tokens at the ends of prompts and responses, as templates and tokenizers mean them."""
+
+import starter
+from support import edits
+
+
+def attach():
+    edits.replace(find_stop_tokens=find_stop_tokens, ids_of_prompt=ids_of_prompt)
+
+
+def end_of_turn(tokenizer):
+    """Returns the id of the special token that the chat template puts after an answer, or None."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # there is none, or one for prompts alone
+        return None
+    after = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
+    if after and after[0] in tokenizer.added_tokens_decoder:
+        return after[0]
+
+
+def find_stop_tokens(policy, tokenizer):
+    """Like starter.find_stop_tokens, and the end of a turn. Says which they are, and what is done
+    with the tokens that the tokenizer puts around a text."""
+    stop_tokens = {*edits.own("find_stop_tokens")(policy, tokenizer), end_of_turn(tokenizer)}
+    stop_tokens = sorted(stop_tokens - {None})
+    print(f"stop tokens: {tokenizer.convert_ids_to_tokens(stop_tokens)}")
+    ids = tokenizer("1")["input_ids"]
+    if ids[-1] == tokenizer.eos_token_id:
+        print("the tokenizer ends each text with EOS: it is taken off the prompts")
+    if ids[0] == tokenizer.bos_token_id:
+        prompt = starter.ids_of_prompt("1", tokenizer, False)
+        if prompt[0] != ids[0]:
+            print(
+                "the tokenizer begins a text with BOS, the chat template does not: no BOS is read"
+            )
+    return stop_tokens
+
+
+def ids_of_prompt(prompt, tokenizer, enable_thinking):
+    """Like starter.ids_of_prompt, without EOS at the end of a text, after which nothing follows."""
+    ids = edits.own("ids_of_prompt")(prompt, tokenizer, enable_thinking)
+    if tokenizer.chat_template is None and ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
