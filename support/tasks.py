@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import operator
-import os
 import random
 import re
 from fractions import Fraction
@@ -21,7 +20,7 @@ import starter
 from starter import InputError, is_held_out
 from support import edits, rules
 
-TINY = str(Path(__file__).resolve().parent / "tiny")  # the built-in model; see lab/build_tiny.py
+TINY = str(Path(__file__).resolve().with_name("tiny"))  # the built-in model; see lab/build_tiny.py
 
 # Countdown: an expression of given numbers that equals a target. Addition: a sum.
 
@@ -56,26 +55,22 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
     that their count is the sample size of the reported interval."""
     rng = random.Random(f"{seed} {held_out}")
     problems, seen = [], set()
-    in_vain = 0  # tries since the last problem
-    while len(problems) < n:
-        if in_vain == 20_000:
-            raise InputError(
-                f"n_eval_problems = {n}: only {len(problems)} different Countdown "
-                f"problems were found; use n_eval_problems = {len(problems)} or fewer"
-            )
-        in_vain += 1
+    for _ in range(100_000 + 100 * n):  # one in 30 tries fits, or more
+        if len(problems) == n:
+            return problems
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
         key = (sorted(numbers), target)
         on_this_side = 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out
         if not on_this_side or held_out and str(key) in seen:
             continue
-        in_vain = 0
         seen.add(str(key))
         text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
         problems.append(
             {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
         )
-    return problems
+    raise InputError(
+        f"n_eval_problems = {n}: there are about {len(problems)} such Countdown problems; use fewer"
+    )
 
 
 def countdown_problems(cfg, **kind):
@@ -91,11 +86,11 @@ def addition_problems(cfg):
     same side, for training or held out. The last number of a response is its answer."""
     pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(0).shuffle(pairs)
-    sides = {False: [], True: []}
+    sides = [], []  # for training, held out
     for a, b in pairs:
         problem = {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "last_number": True}
         sides[is_held_out(min(a, b), max(a, b))].append(problem)
-    return sides[False], sides[True]
+    return sides
 
 
 OPERATIONS = {
@@ -103,30 +98,28 @@ OPERATIONS = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.USub: operator.neg,
 }
 
 
 def arithmetic(text):
-    """Returns (value as an exact Fraction, the whole numbers used), or None where the text is not
-    arithmetic. Only digits and + - * / ( ) are read, and nothing is executed."""
-    used = []
+    """Returns the value as an exact Fraction, or None where the text is not arithmetic. Only digits
+    and + - * / ( ) are read, and nothing is executed."""
 
     def value_of(node):
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            used.append(node.value)
+        if isinstance(node, ast.Constant):
             return Fraction(node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value_of(node.operand)
-        if isinstance(node, ast.BinOp):  # no ** and no //
-            return OPERATIONS[type(node.op)](value_of(node.left), value_of(node.right))
-        raise KeyError(node)
+        operation = OPERATIONS[type(node.op)]  # no ** and no //
+        if isinstance(node, ast.UnaryOp):
+            return operation(value_of(node.operand))
+        return operation(value_of(node.left), value_of(node.right))
 
     # A short text can hold neither a huge number nor deep nesting.
     if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):
         return None
     try:
-        return value_of(ast.parse(text.strip(), mode="eval").body), used
-    except (KeyError, ZeroDivisionError, SyntaxError, MemoryError, RecursionError):
+        return value_of(ast.parse(text.strip(), mode="eval").body)
+    except (AttributeError, KeyError, ZeroDivisionError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
@@ -136,21 +129,18 @@ def score_countdown(response_text, problem):
     answer = starter.tagged_answer(response_text)
     if not answer:
         return 0.0
-    value, used = arithmetic(answer) or (None, [])
-    solves = value == problem["target"] and sorted(used) == sorted(problem["numbers"])
-    return 1.0 if solves else 0.1
-
-
-def last_number(text):
-    """The last number in a text: "23 + 45 = 68." -> "68". "" where its end has none."""
-    end = text if len(text) <= 200 else re.sub(r"^\S*", "", text[-200:])  # no half numbers
-    found = re.findall(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", end, re.ASCII)
-    return found[-1].rstrip(",") if found else ""
+    if arithmetic(answer) != problem["target"]:
+        return 0.1
+    used = map(int, re.findall("[0-9]+", answer))
+    return 1.0 if sorted(used) == sorted(problem["numbers"]) else 0.1
 
 
 def score_last_number(response_text, problem):
-    """1.0 where the last number of the text is the answer, which needs no tags; otherwise 0.0."""
-    return float(starter.same_answer(last_number(response_text), str(problem["answer"])))
+    """1.0 where the last number of the text is the answer, which needs no tags: of "23 + 45 = 68."
+    it is 68. Otherwise 0.0."""
+    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    last = "".join(re.findall(number, response_text, re.ASCII)[-1:]).rstrip(",")
+    return float(starter.same_answer(last, str(problem["answer"])))
 
 
 starter.TASKS |= {
@@ -176,7 +166,6 @@ QUESTION_PROMPT = (
     "tags, for example <answer>42</answer>."
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
-TABLES = (".csv", ".json", ".jsonl", ".parquet")
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
@@ -192,90 +181,57 @@ def read_problems(source):
     stay, for a reward of your own.
     """
     hub_name = HUB_NAME.fullmatch(str(source))
-    if os.path.isfile(source):
+    if Path(source).is_file():
         rows = rows_of_file(Path(source))
-    elif hub_name and Path(source).suffix not in TABLES:
+    elif hub_name:
         rows = rows_of_hub(*hub_name.groups())
     else:
-        known = [*starter.TASKS, *map(str, Path(source).parent.glob("*.jsonl"))]
         raise InputError(
             f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the Hugging "
-            f"Face hub; {rules.nearest(source, known)}"
+            f"Face hub; {rules.nearest(source, starter.TASKS)}"
         )
-    notes = set()
-    problems = [as_problem(row, where, notes) for where, row in rows]
-    if not problems:
-        raise InputError(
-            f"{source} has no lines; write an object with 'prompt' and 'answer' in each"
-        )
-    if notes:
-        print(f"{source}: {len(problems)} problems; {'; '.join(sorted(notes))}")
+    problems = [as_problem(row, f"{source}, problem {i}") for i, row in enumerate(rows, 1)]
+    if problems and problems[0] != rows[0]:
+        print(f"{source}: the first of {len(problems)} problems is {problems[0]!r:.500}")
     return problems
 
 
-def text_of(path):
-    """Returns the text of a file."""
-    content = path.read_bytes()
+def rows_of_file(path):
+    """Returns the content of each problem in a file."""
+    rows = []
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} line {number} is no text in UTF-8 (byte 0x{content[error.start]:02x}); unpack "
-            "the file, or save it as JSONL in that encoding"
-        ) from None
-
-
-def from_json(text, where):
-    """Returns what a text in JSON stands for."""
-    try:
-        return json.loads(text)
+        text = path.read_text("utf-8-sig")
+        if path.suffix == ".csv":
+            return list(csv.DictReader(io.StringIO(text)))
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        for line in text.split("\n"):
+            if line.strip():
+                rows.append(json.loads(line))
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{where} is not JSON ({error}): {text!r:.80}; write one whole object into each line"
-        ) from None
-
-
-def rows_of_file(path):
-    """Yields (where it stands, the content) of each problem in a file."""
-    text = text_of(path)
-    if path.suffix == ".csv":
-        for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
-            yield f"{path} row {number}", row
-    elif text.lstrip().startswith("["):
-        for number, row in enumerate(from_json(text, path), 1):
-            yield f"{path} item {number}", row
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                where = f"{path} line {number}"
-                yield where, from_json(line, where)
+            f"{path}, problem {len(rows) + 1} cannot be read: {error}; write UTF-8, and one whole "
+            "object in JSON into each line"
+        )
+    return rows
 
 
 def rows_of_hub(name, configuration, split):
-    """Yields (where it stands, the row) of each row of a split of a data set."""
+    """Returns the rows of a split of a data set."""
     try:
         from datasets import load_dataset
 
-        splits = load_dataset(name, configuration or None)
-    except ModuleNotFoundError as error:
-        raise InputError(f"data set {name!r} needs the package {error.name}; install it") from None
+        return load_dataset(name, configuration or None, split=split or "train")
     except Exception as error:  # whatever the library raises over a network and others' files
         raise InputError(
-            f"data set {name!r} cannot be loaded ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}); check the network, and the name "
-            "'user/name:configuration'"
-        ) from error
-    split = split or "train"
-    rules.check_known(f"split of {name!r}", split, list(splits))
-    others = [f"{name}:{configuration or ''}:{other}" for other in splits if other != split]
-    print(f"{name}: the split {split!r}; for eval_file there are also {others}")
-    for i, row in enumerate(splits[split]):
-        yield f"{name}, {split} row {i}", row
+            f"there is no file {name!r}, and no such data set can be loaded "
+            f"({type(error).__name__}: {error!s:.300}); check the name "
+            "'user/name:configuration:split', the network, and that datasets is installed"
+        )
 
 
 def check_chat(chat, where):
-    """Raises InputError where a list is no chat."""
+    """Raises InputError where a list is no chat: some templates leave out what they do not know."""
     for message in chat:
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or message.get("role") not in ROLES:
@@ -283,25 +239,31 @@ def check_chat(chat, where):
                 f"{where} has the chat message {message!r:.80}; give it a text under 'content' and "
                 f"a 'role' of {ROLES}"
             )
-    if all(message["role"] != "user" for message in chat):
-        raise InputError(f"{where} has a chat without a user's message; add one")
 
 
 def column(row, names, types, where):
     """Returns the first of these keys that a row has, and what stands there."""
     key = next((name for name in names if name in row), names[0])
     value = row.get(key)
-    if type(value) not in types or value == [] or not str(value).strip() or value != value:
-        other = "chat messages" if list in types else "a number"
+    if type(value) not in types or value in ("", []):
         raise InputError(
-            f"{where}, with the keys {[*row]}, has {value!r:.80} under {key!r}; give a text or "
-            f"{other}"
+            f"{where}, with the keys {[*row]}, has {value!r:.80} under {key!r}; give a text, or as "
+            "a prompt chat messages, or as an answer a number"
         )
     return key, value
 
 
-def as_problem(row, where, notes):
-    """Returns the problem in a row. What was understood without being said goes into notes."""
+def final_answer(text):
+    """What follows "####" in a text, or else is in its last \\boxed, or else all of it."""
+    _, mark, final = text.rpartition("####")
+    boxed = BOXED.findall(text)
+    if boxed and not mark:
+        return boxed[-1]
+    return final.strip()
+
+
+def as_problem(row, where):
+    """Returns the problem in a row."""
     if not isinstance(row, dict):
         raise InputError(f"{where} is {row!r:.80}; write an object with 'prompt' and 'answer'")
     key, prompt = column(row, ("prompt", "question", "problem", "messages"), (str, list), where)
@@ -310,26 +272,15 @@ def as_problem(row, where, notes):
         if prompt[-1]["role"] == "assistant":
             row = {"answer": prompt[-1]["content"], **row}
             prompt = prompt[:-1]
-            notes.add("the assistant's last message is the answer, where there is no 'answer'")
     elif key != "prompt":
-        notes.add(f"{key!r} is the prompt, with a request for answer tags; 'prompt' gets none")
         prompt = QUESTION_PROMPT.format(question=prompt)
     key, answer = column(row, ("answer", "solution"), (str, int, float), where)
-    _, mark, final = str(answer).rpartition("####")
-    final = final.strip()
-    if key == "solution" and not mark:
-        final = (BOXED.findall(final) or [final])[-1]
-    if key == "solution" or mark:
-        notes.add(f"of {key!r} the answer is what follows '####' or is in the last \\boxed, if any")
+    final = final_answer(str(answer))
     if not final or "<answer>" in final:
         raise InputError(
             f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the answer tags, "
             "without them"
         )
-    last_number = row.get("last_number")
-    if last_number not in (None, True) or last_number and not starter.NUMBER.fullmatch(final):
-        raise InputError(
-            f"{where} has {last_number!r:.80} under 'last_number' and {answer!r:.80} under "
-            f"{key!r}; write true and a number, or leave last_number out"
-        )
+    if row.get("last_number") and not starter.NUMBER.fullmatch(final):
+        raise InputError(f"{where} has 'last_number', but {final!r:.80} is no number; leave it out")
     return {**row, "prompt": prompt, "answer": final}

@@ -29,18 +29,18 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
     task, prompt, monkeypatch
 ):
     monkeypatch.setattr(tasks, "N_TRAIN_PROBLEMS", 400)
-    train, held_out = starter.TASKS[task](SimpleNamespace(seed=0, n_eval_problems=500))
-    trained_on_by_another_seed, _ = starter.TASKS[task](SimpleNamespace(seed=1, n_eval_problems=1))
-    assert (len(train), len(held_out)) == (400, 500) and train != trained_on_by_another_seed
+    cfg = SimpleNamespace(seed=0, n_eval_problems=500)
+    train, held_out = starter.TASKS[task](cfg)
+    cfg.seed = 1
+    of_another_seed, _ = starter.TASKS[task](cfg)
+    assert (len(train), len(held_out)) == (400, 500) and train != of_another_seed
     for problem in train + held_out:
-        assert tasks.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0, (
-            problem
-        )
-        assert 1 <= problem["target"] <= tasks.MAX_TARGET
+        assert tasks.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0
+        assert 1 <= problem["target"] <= 99
         numbers = " ".join(map(str, problem["numbers"]))
         assert problem["prompt"].startswith(prompt.format(numbers, problem["target"]))
-    assert not {*map(key_of, train + trained_on_by_another_seed)} & {*map(key_of, held_out)}
-    assert len({*map(key_of, held_out)}) == 500
+    keys = {*map(key_of, held_out)}
+    assert len(keys) == 500 and not keys & {*map(key_of, train + of_another_seed)}
 
 
 def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on():
@@ -50,7 +50,7 @@ def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on()
 
 
 def test_countdown_refuses_more_held_out_problems_than_there_are():
-    with pytest.raises(InputError, match="n_eval_problems = 40: only .* were found; use"):
+    with pytest.raises(InputError, match="n_eval_problems = 40: there are about"):
         tasks.make_countdown(40, True, 0, n_numbers=(2,), max_number=2)
 
 
@@ -80,7 +80,7 @@ ANSWER = {"role": "assistant", "content": "4"}
 
 
 @pytest.mark.parametrize("read", [edits.own("read_problems"), tasks.read_problems])
-def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path, capsys):
+def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path):
     """As editors and Windows write it, too: a byte order mark and carriage returns."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -93,39 +93,30 @@ def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path, capsys):
         {"prompt": "\u00e9\U0001f600", "answer": "0.5", "more": None},
         {"prompt": CHAT, "answer": "4", "question": "?"},
     ]
-    assert not capsys.readouterr().out
 
 
 GSM8K = {"question": "Why {x}?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}
+WHY = "Why {x}?\nThink step by step in a few short lines, then give the answer alone in answer tags"
 MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\sqrt{2}}}."}
 
 
 @pytest.mark.parametrize(
-    "row, answer",
-    [(GSM8K, "1,234"), (MATH, r"\frac{1}{\sqrt{2}}"), ({**MATH, "answer": 6}, "6")],
-)  # under the name .json, which is right as long as each line is an object
-def test_columns_of_gsm8k_and_math_are_understood_and_said(row, answer, tmp_path, capsys):
-    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
-    assert problem["answer"] == answer
-    assert problem["prompt"].startswith("Why {x}?\n") and "<answer>" in problem["prompt"]
-    [line] = capsys.readouterr().out.splitlines()
-    assert "is the prompt, with a request for answer tags" in line
-    assert ("the answer is what follows '####'" in line) == (answer != "6")
-
-
-@pytest.mark.parametrize(
-    "row, answer",
+    "row, prompt, answer",
     [
-        ({"messages": [*CHAT, ANSWER]}, "4"),
-        ({"messages": [*CHAT, ANSWER], "answer": 5}, "5"),
-        ({"messages": CHAT, "answer": 5}, "5"),
+        (GSM8K, WHY, "1,234"),
+        (MATH, WHY, r"\frac{1}{\sqrt{2}}"),
+        ({**MATH, "answer": 6}, WHY, "6"),
+        ({"messages": [*CHAT, ANSWER]}, CHAT, "4"),
+        ({"messages": [*CHAT, ANSWER], "answer": 5}, CHAT, "5"),
+        ({"messages": CHAT, "answer": 5}, CHAT, "5"),
     ],
-)
-def test_chat_that_ends_with_an_answer_is_a_prompt_and_its_answer(row, answer, tmp_path, capsys):
-    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.jsonl", [row]))
-    assert (problem["prompt"], problem["answer"]) == (CHAT, answer)
-    is_said = "the assistant's last message is the answer" in capsys.readouterr().out
-    assert is_said == (ANSWER in row["messages"])
+)  # under the name .json, which is right as long as each line is an object
+def test_columns_of_other_names_are_understood_and_the_first_is_shown(
+    row, prompt, answer, tmp_path, capsys
+):
+    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
+    assert (problem["prompt"][: len(prompt)], problem["answer"]) == (prompt, answer)
+    assert f"of 1 problems is {problem}" in capsys.readouterr().out
 
 
 def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
@@ -134,31 +125,24 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
     assert problems == [{"prompt": "a, b", "answer": "0258"}, {"prompt": "c\nd", "answer": "x"}]
     (tmp_path / "a.json").write_text(json.dumps(problems, indent=1))
     assert tasks.read_problems(tmp_path / "a.json") == problems
-    (tmp_path / "a.csv").write_text("prompt,answer\n1\n")
-    with pytest.raises(InputError, match="a.csv row 1, .* has None under 'answer'"):
-        tasks.read_problems(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{", r"line 2 is not JSON \(.*\): '{'; write one whole object into each line"),
-        (b"[" * 100_000, r"line 2 is not JSON \(.*recursion"),
-        (b'{"prompt": "caf\xe9", "answer": "1"}', r"line 2 is no text in UTF-8 \(byte 0xe9\)"),
-        (b'["prompt", "answer"]', r"line 2 is \['prompt', 'answer'\]; write an object"),
+        (b"{", "cannot be read: Expecting property name .* one whole object in JSON into each"),
+        (b"[" * 100_000, "cannot be read: .*recursion"),
+        (b'["prompt", "answer"]', r"is \['prompt', 'answer'\]; write an object"),
         (
             b'{"prompt": "a", "Answer": 1}',
-            r"with the keys \['prompt', 'Answer'\], has None under 'answer'",
+            r"the keys \['prompt', 'Answer'\], has None under 'answer",
         ),
         (b'{"prompt": "a", "answer": null}', "has None under 'answer'"),
-        (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text or chat"),
-        (b'{"prompt": " ", "answer": "1"}', "has ' ' under 'prompt'"),
-        (b'{"prompt": "a", "answer": NaN}', "has nan under 'answer'"),
-        (b'{"prompt": "a", "answer": "7", "last_number": 0}', "2 has 0 under 'last_number'"),
-        (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "and '7 apples' under"),
+        (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text, or as a prompt"),
+        (b'{"prompt": "", "answer": "1"}', "has '' under 'prompt'"),
+        (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "but '7 apples' is no num"),
         (b'{"prompt": "a", "answer": "5 ####"}', "has '5 ####' under 'answer'; write what"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
-        (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}', "user's message; add"),
         (b'{"prompt": [], "answer": "1"}', r"has \[\] under 'prompt'"),
         (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
         (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
@@ -169,16 +153,14 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
         tasks.read_problems(path)
-    assert str(error.value).startswith(f"{path} line 2") and len(str(error.value)) < 400
+    assert str(error.value).startswith(f"{path}, problem 2") and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [(b"\x1f\x8b\x08\x00", "is no text in UTF-8 .*; unpack the file"), (b"\n \n", "has no lines")],
-)
-def test_file_of_another_form_is_named(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match=message):
+def test_file_of_another_form_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(
+        InputError, match="cannot be read: 'utf-8' codec can't decode .*; write UTF"
+    ):
         tasks.read_problems(tmp_path / "a.jsonl")
 
 
@@ -186,13 +168,10 @@ def test_file_of_another_form_is_named(tmp_path, content, message):
     "source, remedy",
     [
         ("countdwon", "did you mean 'countdown'?"),
-        ("trian.jsonl", "did you mean 'train.jsonl'?"),
-        (".", "use one of ['addition', 'countdown', 'countdown_small', 'train.jsonl']"),
+        (".", "use one of ['addition', 'countdown', 'countdown_small']"),
     ],
 )
-def test_name_of_no_task_and_no_file_gets_the_nearest(source, remedy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text("")
+def test_name_of_no_task_and_no_file_gets_the_nearest(source, remedy):
     with pytest.raises(InputError) as error:
         tasks.read_problems(source)
     assert f"{source!r} is no task" in str(error.value) and remedy in str(error.value)
@@ -208,43 +187,44 @@ def test_file_alone_names_the_line_that_is_wrong(tmp_path):
 ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
 
 
-def put_datasets(monkeypatch, **splits):
-    """Stands for the library datasets, as far as it is called. Returns the calls."""
-    asked = []
-    library = SimpleNamespace(load_dataset=lambda *name: asked.append(name) or splits)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    return asked
+def put_datasets(monkeypatch, load_dataset):
+    """Stands for the library datasets, as far as it is called."""
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
 
 
-def test_dataset_gives_its_train_split_and_another_that_is_named(monkeypatch, capsys):
-    asked = put_datasets(monkeypatch, train=ROWS[:30], test=ROWS[30:])
-    edits.replace(read_problems=tasks.read_problems)
-    cfg = SimpleNamespace(task="openai/gsm8k:main", eval_file="openai/gsm8k:main:test")
-    train, held_out = starter.problems_of_files(cfg)
-    assert asked == [("openai/gsm8k", "main")] * 2 and len(train) == 30
-    assert [problem["answer"] for problem in train + held_out] == [str(i) for i in range(1, 41)]
-    assert "for eval_file there are also ['openai/gsm8k:main:test']" in capsys.readouterr().out
-    tasks.read_problems("a/b")
-    assert asked[-1] == ("a/b", None)
+@pytest.mark.parametrize(
+    "source, asked",
+    [
+        ("openai/gsm8k:main", ("openai/gsm8k", "main", "train")),
+        ("openai/gsm8k:main:test", ("openai/gsm8k", "main", "test")),
+        ("a/b", ("a/b", None, "train")),
+        ("a/b::test", ("a/b", None, "test")),
+    ],
+)
+def test_name_of_a_dataset_is_its_configuration_and_split(source, asked, monkeypatch):
+    def load_dataset(name, configuration, split):
+        assert (name, configuration, split) == asked
+        return ROWS
+
+    put_datasets(monkeypatch, load_dataset)
+    problems = tasks.read_problems(source)
+    assert [problem["answer"] for problem in problems] == [str(i) for i in range(1, 41)]
 
 
-def test_split_that_is_not_there_gets_the_nearest(monkeypatch):
-    put_datasets(monkeypatch, train=ROWS, test=ROWS)
-    with pytest.raises(InputError, match="split of 'a/b' = 'tets' is not known; did you mean 'tes"):
-        tasks.read_problems("a/b::tets")
+def test_dataset_that_cannot_be_loaded_costs_one_sentence(monkeypatch):
+    """As without a network or the library, and where a file is meant that is not there."""
 
+    def load_dataset(*name, split):
+        raise ConnectionError("Couldn't reach the hub" + "!" * 1000)
 
-def test_dataset_without_a_network_or_the_library_costs_one_sentence(monkeypatch):
-    def load_dataset(*name):
-        raise ConnectionError("Couldn't reach\nthe hub" + "!" * 1000)
-
-    offline = SimpleNamespace(load_dataset=load_dataset)
-    failure = r"cannot be loaded \(ConnectionError: Couldn't reach the hub.*the network"
-    for library, text in ((offline, failure), (None, "needs the package datasets; ")):
-        monkeypatch.setitem(sys.modules, "datasets", library)
-        with pytest.raises(InputError, match=f"data set 'a/b' {text}") as error:
-            tasks.read_problems("a/b:main")
-        assert len(str(error.value)) < 500
+    message = r"no file 'a/b.csv', and .* loaded \(ConnectionError: Couldn't reach the hub.*network"
+    put_datasets(monkeypatch, load_dataset)
+    with pytest.raises(InputError, match=message) as error:
+        tasks.read_problems("a/b.csv")
+    assert len(str(error.value)) < 600
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="ModuleNotFoundError: .*datasets"):
+        tasks.read_problems("a/b")
 
 
 def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
