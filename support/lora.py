@@ -10,8 +10,7 @@ from collections import Counter
 
 import torch
 
-import starter
-from support import checkpoints, edits, memory
+from support import edits, memory
 from support.fast import Within
 
 
@@ -28,11 +27,10 @@ def layers_to_adapt(policy):
             continue
         n_inputs = getattr(module, "in_features", len(module.weight))  # a Conv1D has no such name
         outputs = module(module.weight.new_zeros(1, n_inputs))
-        if not isinstance(outputs, torch.Tensor):  # a router of experts
-            continue
         parent, _, own_name = name.rpartition(".")
         code = inspect.getsource(type(policy.get_submodule(parent)))
-        if not re.search(rf"self\.{own_name}\.weight(?!\.(dtype|device))", code):
+        is_read = re.search(rf"self\.{own_name}\.weight(?!\.(dtype|device))", code)
+        if isinstance(outputs, torch.Tensor) and not is_read:  # a router of experts gives more
             names.append(name)
     return names
 
@@ -43,11 +41,6 @@ def add_adapters(policy, cfg):
     from peft import LoraConfig, inject_adapter_in_model
 
     names = layers_to_adapt(policy)
-    if not names:
-        raise starter.InputError(
-            f"lora_rank = {cfg.lora_rank}: {type(policy).__name__} has no linear layers of its own "
-            "to adapt; use lora_rank = 0"
-        )
     torch.manual_seed(cfg.seed)
     # In a list, so that peft does not see which architecture it is and choose other layers.
     config = LoraConfig(
@@ -62,7 +55,6 @@ def add_adapters(policy, cfg):
     if stacks:
         print(f"LoRA does not reach {', '.join(sorted(stacks))}: they stay as they are")
     edits.wrap(weights_by_name=merged_weights)
-    checkpoints.attach()
     if cfg.use_kl_penalty:
         return Within(policy, without_adapters)
 
@@ -86,7 +78,7 @@ def merged_weights(policy):
     for name, tensor in edits.own("weights_by_name")(policy):
         if ".lora_" in name:
             continue
-        if tensor.dtype != torch.float32:  # see frozen_in_bf16
+        if tensor.is_floating_point():  # in 16 bits with frozen_in_bf16
             tensor = tensor.float()
         beside, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":

@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from pathlib import Path
+import sys
 
 import pytest
 import torch
@@ -60,10 +60,11 @@ def test_log_probs_and_gradients_are_those_of_pefts_own_forward_pass(family):
     policy, _ = with_adapters(start)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(copy.deepcopy(start), config).eval()
-    adapter = {name: value for name, value in policy.state_dict().items() if ".lora_" in name}
-    renamed = {f"base_model.model.{name}": value for name, value in adapter.items()}
-    missing = wrapped.load_state_dict(renamed, strict=False)
-    assert not missing.unexpected_keys and adapter
+    prefix = "base_model.model."
+    adapter = {
+        prefix + name: value for name, value in policy.state_dict().items() if ".lora_" in name
+    }
+    assert adapter and not wrapped.load_state_dict(adapter, strict=False).unexpected_keys
     expected = by_hand(wrapped)
     expected.sum().backward()
     gradients = {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad}
@@ -75,9 +76,7 @@ def test_log_probs_and_gradients_are_those_of_pefts_own_forward_pass(family):
         assert (ours - log_probs_of(start)).abs().max() > 0.01  # the adapter does something
         ours.sum().backward()
         learning = {
-            f"base_model.model.{name}": parameter.grad
-            for name, parameter in policy.named_parameters()
-            if parameter.requires_grad
+            prefix + name: p.grad for name, p in policy.named_parameters() if p.requires_grad
         }
         torch.testing.assert_close(learning, gradients, rtol=1e-4, atol=1e-5)
         policy.zero_grad()
@@ -137,23 +136,22 @@ LORA = dict(lora_rank=4, use_kl_penalty=True, kl_coef=0.1, learning_rate=1e-2)
 def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint, tmp_path):
     whole = starter.main(**settings(checkpoint, tmp_path / "whole", save_every=2, **LORA))
     assert scalars(whole["run_folder"])["train/kl_penalty"][4] > 0  # it has moved
-    halves = settings(checkpoint, tmp_path / "halves", save_every=2, **LORA)
-    shutil.copytree(whole["run_folder"], tmp_path / "halves" / "stopped")
-    for path in (tmp_path / "halves" / "stopped").glob("checkpoint_00000004.pt"):
-        path.unlink()
-    resumed = starter.main(**halves, resume=str(tmp_path / "halves" / "stopped"))
-    saved = [
-        load_file(run["run_folder"] / "model" / "model.safetensors") for run in (whole, resumed)
-    ]
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    assert whole["after"] == resumed["after"]
-
-    before = load_file(Path(checkpoint) / "model.safetensors")
-    changed = {name for name in before if not torch.equal(before[name], saved[0][name])}
-    assert saved[0].keys() == before.keys()
-    assert changed == {name for name in before if "_proj.weight" in name}
-    kept = torch.load(next(whole["run_folder"].glob("checkpoint_00000004.pt")))["model"]
+    stopped = shutil.copytree(whole["run_folder"], tmp_path / "halves" / "stopped")
+    last = stopped / "checkpoint_00000004.pt"
+    kept = torch.load(last)["model"]
     assert kept and all(".lora_" in name or name == "lm_head.weight" for name in kept)
+    last.unlink()
+    changes = dict(save_every=2, resume=str(stopped), **LORA)
+    resumed = starter.main(**settings(checkpoint, tmp_path / "halves", **changes))
+    assert whole["after"] == resumed["after"]
+    before, ours, again = (
+        load_file(folder / "model.safetensors")
+        for folder in (checkpoint, whole["run_folder"] / "model", stopped / "model")
+    )
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
+    changed = {name for name in before if not torch.equal(before[name], ours[name])}
+    assert ours.keys() == before.keys()
+    assert changed == {name for name in before if "_proj.weight" in name}
 
 
 @pytest.mark.slow
@@ -173,11 +171,6 @@ def test_options_that_save_memory_keep_the_curve(checkpoint, tmp_path, changes, 
 
 
 def test_adapters_without_peft_get_one_sentence(checkpoint, tmp_path, monkeypatch):
-    find_spec = starter.importlib.util.find_spec
-    monkeypatch.setattr(
-        starter.importlib.util,
-        "find_spec",
-        lambda name: None if name == "peft" else find_spec(name),
-    )
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match="^lora_rank = 4 .*peft.*not installed here; pip "):
         starter.main(**settings(checkpoint, tmp_path, lora_rank=4))
