@@ -135,7 +135,7 @@ class Guards:
 def update_state(step, metrics, samples, state):
     """Keeps what warnings and the report need of earlier steps."""
     _, texts, rewards, _ = samples
-    state["seconds"] = state.get("seconds", 0.0) + metrics["time/total"]
+    state["best_reward"] = max(state.get("best_reward", 0.0), rewards.max().item())
     state["n_equal"] = state.get("n_equal", 0) + 1  # steps in a row that teach nothing
     if metrics["frac_zero_std"] < 1:
         state["n_equal"] = 0
@@ -222,9 +222,10 @@ def evaluation_signs(step, metrics, state, cfg):
             f"other skills are lost ({', '.join(lost)}): lower learning_rate, or raise kl_coef "
             "(use_kl_penalty = True)",
         )
-    if step > 0 and metrics["solved"] == 0 and cfg.reward is not starter.reward_fn:
+    is_own = cfg.reward is not starter.reward_fn
+    if is_own and step > 0 and metrics["solved"] == 0 and state["best_reward"] < 1:
         yield (
             "unsolved",
-            "no response had a reward of 1, which is what counts as solved: watch the reward "
+            "no response has had a reward of 1, which is what counts as solved: watch the reward "
             "instead, or let it return 1 for a solution",
         )

@@ -280,10 +280,13 @@ def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text,
     ],
 )
 def test_signs_of_trouble_in_an_evaluation(signs, step, solved, sort, reward):
-    state = {"before": {"solved": 0.3, "retention_sort": 0.9}}
+    state = {"before": {"solved": 0.3, "retention_sort": 0.9}, "best_reward": 0.9}
     metrics = {"solved": solved, "retention_sort": sort}
     found = guards.evaluation_signs(step, metrics, state, starter.cfg_with(reward=reward))
     assert " ".join(dict(found)) == signs
+    state["best_reward"] = 1.0  # in training, where none of these few was solved
+    found = guards.evaluation_signs(step, metrics, state, starter.cfg_with(reward=reward))
+    assert " ".join(dict(found)) == signs.removesuffix(" unsolved")
 
 
 def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
