@@ -20,6 +20,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import yaml
 
 from lab.rows import REPOSITORY, append_rows, where
 
@@ -27,11 +30,12 @@ WARM_UP = 2  # steps of each process that are not counted
 STEPS = 5  # that are
 ROUNDS = 3
 PROMPT = 30  # tokens of a prompt, about
-SIZES = {  # width, layers, heads, vocabulary; tokens of a response; rows at once, to choose from
-    "S": ((128, 4, 4, 58), 16, [256, 128, 64]),
-    "M": ((384, 6, 6, 58), 16, [256, 128, 64]),
-    "M-64": ((384, 6, 6, 58), 64, [256, 64, 32]),
-    "L": ((256, 4, 4, 151_936), 16, [64]),
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+SIZES = {  # shape, tokens of a response, rows at once of which the quickest is taken
+    "S": ("S", 16, [256, 128, 64]),
+    "M": ("M", 16, [256, 128, 64]),
+    "M-64": ("M", 64, [256, 64, 32]),
+    "L": ("L", 16, [64]),
 }
 ALONE = [("S", "bfloat16", "off"), ("M", "bfloat16", "off"), ("L", "float32", "off")]
 CASES = [  # size, dtype, KL penalty
@@ -47,23 +51,15 @@ CASES = [  # size, dtype, KL penalty
 # 1. A model and problems, in a folder that every side reads.
 
 
-def small_config(width, layers, heads, vocabulary):
+def config_of(shape):
+    """Returns the configuration of a Qwen3 of this shape."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=width // heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-    )
+    return Qwen3Config(**SHAPES[shape])
 
 
-def save_random(config, folder):
-    """Saves a model with random weights, and the built-in model's tokenizer."""
+def save_random(shape, folder):
+    """Saves a Qwen3 with random weights, and the built-in model's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,6 +67,7 @@ def save_random(config, folder):
 
     tokenizer = AutoTokenizer.from_pretrained(tasks.TINY)
     tokenizer.save_pretrained(folder)
+    config = config_of(shape)
     config.eos_token_id = tokenizer.eos_token_id
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -208,7 +205,7 @@ def measure(size, dtype, kl, alone):
     shape, new_tokens, choices = SIZES[size]
     seconds = {"ours": [], "trl": []}  # for each round those of its steps
     with tempfile.TemporaryDirectory() as folder:
-        save_random(small_config(*shape), folder)
+        save_random(shape, folder)
         settings = dict(
             model_id=folder,
             task=made_up_problems,

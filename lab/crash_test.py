@@ -179,7 +179,7 @@ def kill_runs(name, folder):
         shutil.copy(REPOSITORY / "starter.py", code)
     n_processes = 2 if name == "processes" else 1
     model = folder / "model"
-    bench.save_random(bench.small_config(64, 2, 2, 58), model)
+    bench.save_random("S", model)
     settings = {**SETTINGS, **changes, "model_id": str(model)}
 
     def one(trial, kill=None, resume=None):

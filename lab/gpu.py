@@ -44,39 +44,14 @@ from pathlib import Path
 import starter  # before torch, for which it sets variables
 
 import torch
-from transformers import Qwen3Config
 
 from lab import bench, rows
 from support import engines, fast, gpu, memory
 
 ON_GPU = torch.cuda.is_available()
-COLUMNS = [
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-]
-SHAPES = {
-    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 128, 151_936, True),
-    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 128, 151_936, True),
-    "Qwen3-4B": (36, 2560, 9728, 32, 8, 128, 151_936, True),
-    "Qwen3-8B": (36, 4096, 12_288, 32, 8, 128, 151_936, False),
-    "SmolLM2-135M": (30, 576, 1536, 9, 3, 64, 49_152, True),
-    "small": (4, 256, 512, 4, 2, 64, 2_048, True),
-    "small, untied": (4, 256, 512, 4, 2, 64, 2_048, False),
-}
 LORA = dict(lora_rank=16)
 CHECKPOINTING = dict(gradient_checkpointing=True)
 SMALL = LORA | CHECKPOINTING | dict(frozen_in_bf16=True)
-
-
-def config_of(shape):
-    """Returns the configuration of a Qwen3 of this shape."""
-    return Qwen3Config(**dict(zip(COLUMNS, SHAPES[shape])))
 
 
 # 1. Memory by the formula.
@@ -92,7 +67,7 @@ def memory_rows():
         cfg = bench.chosen({**usual, **changes, "gpu_mem_util": 1})
         names = ", ".join(f"{name}={value}" for name, value in changes.items())
         for shape in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
-            gb = memory.predicted_gb(config_of(shape), cfg, cfg.max_tokens_per_microbatch)
+            gb = memory.predicted_gb(bench.config_of(shape), cfg, cfg.max_tokens_per_microbatch)
             found.append({"settings": names, "model": shape, "gb": f"{gb:.0f}"})
     return found
 
@@ -105,10 +80,10 @@ def columns_of_all(metrics, policy, cfg):
             row["formula_gb"] += cfg.gpu_mem_util * torch.cuda.mem_get_info()[1] / 1e9
         row["gb"] = torch.cuda.max_memory_allocated() / 1e9
         row["share"] = gpu.share_of_peak(metrics, cfg).get("share_of_peak", 0.0)
-    return {name: f"{x:.3g}" for name, x in row.items()}
+    return row
 
 
-# 2. The update.  Called when main() has loaded everything. -> columns
+# 2. The update.  Each measure_...() is called in the place of train(); go_on() trains. -> columns
 
 
 def seconds_of(function, n_calls=1):
@@ -147,28 +122,26 @@ def made_up_batch(policy, problems, cfg):
     return batch
 
 
-def outputs_of(policy, batch, cfg, precision):
+def outputs_of(policy, batch, cfg, precision="bf16"):
     """Returns log-probs of the first responses, and some numbers of their gradient."""
     some = starter.keep_rows(batch, slice(8))
-    starter.grpo_microbatch_step(policy, some, starter.cfg_with(**vars(cfg) | precision))
+    cfg = starter.cfg_with(**{**vars(cfg), "precision": precision})
+    starter.grpo_microbatch_step(policy, some, cfg)
     gradient = torch.cat([p.grad.flatten()[::1000] for p in policy.parameters()])
     policy.zero_grad()
-    return {"logp": some["old_log_probs"][some["response_mask"]], "gradient": gradient}
+    return some["old_log_probs"][some["response_mask"]], gradient
 
 
-def measure_update(switches, policy, optimizer, llm, problems, cfg, train):
+def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
     batch = made_up_batch(policy, problems, cfg)
-    expected = {}
-    for name, precision in (("plain", "bf16"), ("float32", "float32")):
-        expected[name] = outputs_of(policy, batch, cfg, {"precision": precision})
+    plain, float32 = (outputs_of(policy, batch, cfg, name) for name in ("bf16", "float32"))
     turn_on(switches, policy)
-    ours = outputs_of(policy, batch, cfg, {})
+    log_probs, gradient = outputs_of(policy, batch, cfg)
     row = {}
-    for name, outputs in expected.items():
-        errors = (ours["logp"] - outputs["logp"]).abs()
-        far = (ours["gradient"] - outputs["gradient"]).norm() / outputs["gradient"].norm()
-        row[f"logp_mean_{name}"] = f"{errors.mean().item():.2g}"
-        row[f"gradient_{name}"] = f"{far.item():.2g}"
+    for name, (its_log_probs, its_gradient) in (("plain", plain), ("float32", float32)):
+        far = (gradient - its_gradient).norm() / its_gradient.norm()
+        row[f"logp_mean_{name}"] = (log_probs - its_log_probs).abs().mean().item()
+        row[f"gradient_{name}"] = far.item()
     microbatches = starter.cut_microbatches(batch, cfg.max_tokens_per_microbatch)
     n_answered = batch["response_mask"].sum().item()
 
@@ -196,7 +169,7 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, train):
             stats = starter.statistics_of_logits(logits, batch["labels"][0, :1].expand(n), 1.0)
         stats["log_probs"].sum().backward()
 
-    s = seconds_of(update, 4)
+    s = row["s"] = seconds_of(update, 4)
     metrics = {"time/total": s, "time/rollout": 0.0, "response_length": cfg.max_new_tokens}
     row |= columns_of_all(metrics, policy, cfg)
     parts = {
@@ -204,46 +177,43 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, train):
         "statistics_s": seconds_of(statistics_twice, 4) * n_answered / n,
         "optimiser_s": seconds_of(optimise, 4),  # of the gradient that layers() left
     }
-    for name, seconds in {"s": s, **parts, "head_s": s - sum(parts.values())}.items():
-        row[name] = f"{seconds:.3f}"
-    return row
+    return {**row, **parts, "head_s": s - sum(parts.values())}
 
 
-def measure_profile(switches, policy, optimizer, llm, problems, cfg, train):
+def measure_profile(switches, policy, optimizer, llm, problems, cfg, go_on):
     """Appends the kernels that take longest in the update of eight responses to gpu_profile.txt."""
     batch = made_up_batch(policy, problems, cfg)
-    outputs_of(policy, batch, cfg, {})
+    outputs_of(policy, batch, cfg)
     with torch.profiler.profile() as seen:
-        outputs_of(policy, batch, cfg, {})
-    order = "self_cuda_time_total" if ON_GPU else "self_cpu_time_total"
+        outputs_of(policy, batch, cfg)
     kernels = seen.key_averages()
     if ON_GPU:
         with open(rows.RESULTS / "gpu_profile.txt", "a") as file:
-            print(kernels.table(sort_by=order, row_limit=25), file=file)
+            print(kernels.table(sort_by="self_cuda_time_total", row_limit=25), file=file)
     return {"waits": sum(kernel.count for kernel in kernels if "Synchronize" in kernel.key)}
 
 
 # 3. Runs with vLLM.  The same.
 
 
-def measure_run(switches, policy, optimizer, llm, problems, cfg, train):
+def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     steps, solved, syncs = [], [], []
     sync = starter.load_policy_into_vllm_instance
     starter.log_train = lambda run, step, metrics: steps.append(metrics)
-    starter.log_eval = lambda run, step, metrics: solved.append(f"{100 * metrics['solved']:.1f}")
+    starter.log_eval = lambda run, step, metrics: solved.append(100 * metrics["solved"])
     starter.load_policy_into_vllm_instance = lambda *args: syncs.append(
         seconds_of(functools.partial(sync, *args))
     )
-    train()
+    go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
     sync_s = statistics.median(syncs)
     row = {
         "steps": len(steps),
-        "step_s": f"{means['time/total']:.3f}",
-        "generate_s": f"{means['time/rollout'] - sync_s:.3f}",
-        "sync_s": f"{sync_s:.3f}",
-        "update_s": f"{means['time/total'] - means['time/rollout']:.3f}",
-        "sampler_diff": f"{means['sampler_logprob_diff']:.2g}",
+        "step_s": means["time/total"],
+        "generate_s": means["time/rollout"] - sync_s,
+        "sync_s": sync_s,
+        "update_s": means["time/total"] - means["time/rollout"],
+        "sampler_diff": means["sampler_logprob_diff"],
     }
     if cfg.reward is not bench.noise:
         row["solved"] = solved[-1]
@@ -251,7 +221,7 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, train):
 
 
 @torch.no_grad()
-def measure_sync(switches, policy, optimizer, llm, problems, cfg, train):
+def measure_sync(switches, policy, optimizer, llm, problems, cfg, go_on):
     prompts = [problem["prompt_ids"] for problem in problems.held_out]
 
     def sample(group_size, temperature):
@@ -263,7 +233,7 @@ def measure_sync(switches, policy, optimizer, llm, problems, cfg, train):
         ours = log_probs.gather(1, batch["labels"][mask][:, None])[:, 0]
         difference = (ours - batch["rollout_log_probs"][mask]).abs().mean()
         is_best = (ours == log_probs.amax(dim=1)).float().mean()
-        return responses, f"{difference.item():.2g}", f"{is_best.item():.4f}"
+        return responses, difference.item(), is_best.item()
 
     policy.model.norm.weight.mul_(4)  # so that the log-probs differ from token to token
     policy.model.layers[2].mlp.down_proj.weight.mul_(8)
@@ -336,8 +306,9 @@ def measure(name, models, is_rehearsal):
         model = Path(models, shape)
         settings["model_id"] = str(model)
         if not model.is_dir():
-            bench.save_random(config_of(shape), f"{model}, unfinished")
+            bench.save_random(shape, f"{model}, unfinished")
             Path(f"{model}, unfinished").rename(model)
+            torch.cuda.empty_cache()
     if limit_gb is not None and ON_GPU:
         share = limit_gb * 1e9 / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(share)
@@ -348,8 +319,9 @@ def measure(name, models, is_rehearsal):
     train = starter.train
     columns = {}
 
-    def train_and_measure(policy, tokenizer, llm, optimizer, problems, cfg, *others):
-        go_on = functools.partial(train, policy, tokenizer, llm, optimizer, problems, cfg, *others)
+    def train_and_measure(*args):
+        policy, _, llm, optimizer, problems, cfg, *_ = args
+        go_on = functools.partial(train, *args)
         columns.update(function(switches, policy, optimizer, llm, problems, cfg, go_on))
         raise Done
 
@@ -357,6 +329,9 @@ def measure(name, models, is_rehearsal):
     starter.Run.save = lambda *args: None
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Done):
         starter.main(out_dir=folder, eval_every=0, **settings)
+    for column, value in columns.items():
+        if isinstance(value, float):
+            columns[column] = float(f"{value:.3g}")
     print("\nresult", json.dumps(columns), flush=True)
     os._exit(0)  # vLLM and compiling leave threads that may wait
 

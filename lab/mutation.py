@@ -21,7 +21,7 @@ TESTS = [
     "test_starter.py",
     "tests/test_reward.py",
     "tests/test_adaptive_rules.py",
-    "tests/test_gpu.py",
+    "tests/test_gpu.py::test_every_tensor_of_a_step_is_on_the_policys_device",
 ]
 SECTIONS = range(5, 12)
 SECONDS = 300  # a mutant that runs longer is seen

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 import starter
-from lab import gpu
+from lab import bench, gpu
 from support import edits, engines
 
 needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
@@ -67,7 +67,7 @@ def test_vllm_knows_what_it_is_told_on_a_gpu():
 def test_every_tensor_of_a_step_is_on_the_policys_device():
     """On the device "meta" tensors have no numbers, and torch refuses to mix them with others."""
     with torch.device("meta"):
-        policy = Qwen3ForCausalLM(gpu.config_of("small"))
+        policy = Qwen3ForCausalLM(bench.config_of("small"))
     responses = [starter.Response([1, 2], [3] * n, [-1.0] * n, True) for n in (1, 4)]
     for advantages in (torch.ones(2), torch.ones(2, 4)):
         batch = starter.make_batch(responses, advantages, policy.device)

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_responses, make_step, settings
-from lab import gpu
+from lab import bench
 
 import starter
 from starter import InputError
 from support import edits, lora, memory
 
-QWEN = gpu.config_of("Qwen3-1.7B")
-SMOLLM2 = gpu.config_of("SmolLM2-135M")
+QWEN = bench.config_of("Qwen3-1.7B")
+SMOLLM2 = bench.config_of("SmolLM2-135M")
 KL = dict(use_kl_penalty=True, frozen_in_bf16=True)
 LORA = dict(lora_rank=16, gradient_checkpointing=True, frozen_in_bf16=True)
 
