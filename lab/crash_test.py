@@ -78,21 +78,19 @@ def child(settings):
     """The run, in its own process. Functions that are wrapped here print where a phase begins."""
     import starter
 
-    def announce(phase, owner, name):
-        real = getattr(owner, name)
-
-        def wrapped(*args, **others):
+    def announced(phase, function):
+        def call(*args):
             print(f"phase {phase} {time.monotonic()}", flush=True)  # in one piece: it may be killed
-            return real(*args, **others)
+            return function(*args)
 
-        setattr(owner, name, wrapped)
+        return call
 
     print("process", os.getpid(), flush=True)
     if os.environ.get("RANK", "0") == "0":
-        announce("rollout", starter, "problems_of_step")
-        announce("update", starter, "make_batch")
-        announce("save", starter.Run, "save")
-        announce("evaluate", starter, "evaluate")
+        starter.problems_of_step = announced("rollout", starter.problems_of_step)
+        starter.make_batch = announced("update", starter.make_batch)
+        starter.evaluate = announced("evaluate", starter.evaluate)
+        starter.Run.save = announced("save", starter.Run.save)
     starter.COEFFICIENT_RULES["growing"] = growing
     starter.main(task=sums, reward=noisy_variety, **settings)
     print("phase end", time.monotonic(), flush=True)
@@ -135,10 +133,10 @@ def compared(values):
     kept = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            kept[name] = compared(value)
+            value = compared(value)
         elif hasattr(value, "numpy"):
-            kept[name] = hashlib.sha256(value.numpy()).hexdigest()
-        elif not any(word in str(name) for word in NOT_COMPARED):
+            value = hashlib.sha256(value.numpy()).hexdigest()
+        if not any(word in str(name) for word in NOT_COMPARED):
             kept[name] = value
     return kept
 
@@ -178,35 +176,27 @@ def kill_runs(name, folder):
         code = folder
         shutil.copy(REPOSITORY / "starter.py", code)
     n_processes = 2 if name == "processes" else 1
-    model = folder / "model"
-    bench.save_random("S", model)
-    settings = {**SETTINGS, **changes, "model_id": str(model)}
+    bench.save_random("S", folder / "model")
+    settings = {**SETTINGS, **changes, "model_id": f"{folder}/model"}
 
     def one(trial, kill=None, resume=None):
-        out_dir = str(folder / trial / "runs")
-        given = {**settings, "out_dir": out_dir, "resume": resume}
+        given = {**settings, "out_dir": f"{folder}/{trial}/runs", "resume": resume}
         phases, status, printed = run(given, code, n_processes, kill)
         if kill is None and status != 0:
             sys.exit(printed)
-        return phases, status
+        return phases, status == -signal.SIGKILL
 
     phases, _ = one("whole")
     whole = outcome(folder / "whole")
     rows = []
     for number in range(n_kills):
         kill = random_kill(number, phases)
-        _, status = one(str(number), kill)
-        one(str(number), resume=True)
+        row = {"engine": settings["engine"], "parts": parts, "kill": number, "phase": kill[0]}
+        _, row["killed"] = one(number, kill)
+        one(number, resume=True)
         ours = outcome(folder / str(number))
-        row = {
-            "engine": settings["engine"],
-            "parts": parts,
-            "kill": number,
-            "phase": kill[0],
-            "killed": status == -signal.SIGKILL,
-            "same_weights": ours["saved"] == whole["saved"],
-            "same_log": ours["logged"] == whole["logged"],
-        }
+        row["same_weights"] = ours["saved"] == whole["saved"]
+        row["same_log"] = ours["logged"] == whole["logged"]
         print(*row.values(), flush=True)
         rows.append(row)
     return rows
@@ -216,11 +206,9 @@ def main(names):
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             rows = kill_runs(name, Path(folder))
-        kept = []
-        for row in read_csv("kills"):
-            if (row["engine"], row["parts"]) != (rows[0]["engine"], rows[0]["parts"]):
-                kept.append(row)
-        write_csv("kills", kept + rows)
+        case = {key: rows[0][key] for key in ("engine", "parts")}
+        others = [row for row in read_csv("kills") if not case.items() <= row.items()]
+        write_csv("kills", others + rows)
 
 
 if __name__ == "__main__":
