@@ -7,7 +7,8 @@
 
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
-    python starter.py --model_id ID --task FILE.jsonl    what a copy without support/ needs
+    python starter.py --model_id ID --task FILE.jsonl --learning_rate 1e-5 --max_new_tokens 64
+                                            what a copy without support/ needs
 
 The file follows the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
 penalty, loss. The loop that joins them is train() in section 13, and all numbers are in main() in
@@ -299,7 +300,7 @@ def load_policy_into_vllm_instance(policy, llm):
 class Response(NamedTuple):
     prompt_ids: list
     response_ids: list  # as the sampler gave them; the token that ended it included
-    log_probs: list  # of response_ids, at the sampling temperature; greedy ones at temperature 1
+    log_probs: list  # of response_ids, at the sampling temperature; if greedy, at 1
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
 
 
@@ -352,7 +353,7 @@ def scale_logits(logits, temperature):
 def draw_from(probs, uniform):
     """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens.
     support/ replaces this function by one that is faster for large vocabularies."""
-    if probs.device.type != "mps":  # which has no float64
+    if probs.device.type != "mps":  # mps has no float64
         probs = probs.double()
     cumulative = probs.cumsum(dim=1)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
@@ -570,9 +571,7 @@ def make_batch(responses, advantages, device):
     mask = is_row & (columns >= starts)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, lengths.max())
-    is_token = (
-        torch.arange(lengths.max()) < lengths
-    )  # of another width than advantages: an IndexError
+    is_token = torch.arange(lengths.max()) < lengths  # advantages must be as wide
     log_probs = torch.cat([torch.tensor(response.log_probs) for response in responses])
     zeros = torch.zeros(ids.shape)
     batch = {
@@ -824,11 +823,12 @@ def sum_to_go(kl, mask):
 
 
 def penalty_in_reward(d, mask, cfg):
-    """(B, T) log-ratios at the rollout -> (B, T) what compute_loss takes off each advantage: a
-    token pays for its own KL and for that of all later ones, as in "loss_to_go", but for that of
-    the policy that sampled, in every epoch, and inside of the PPO clip. With k1, and where the loss
-    divides by a constant, this gives the gradient of the response's KL. With a term rule, which may
-    look at the whole response, each token pays for all."""
+    """(B, T) log-ratios at the rollout -> (B, T) what compute_loss takes off each advantage.
+
+    A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
+    the PPO clip. With k1, and where the loss divides by a constant, this gives the gradient of the
+    response's KL. With a term rule, which may look at the whole response, each token pays for all.
+    """
     kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
     to_go = sum_to_go(kl, mask)
     if rule_among(TERM_RULES, cfg) is not None:
@@ -844,7 +844,7 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
     weight = ratio.clamp(max=cfg.kl_ratio_cap)
-    count = weight  # for the log: by it the mean over sampled tokens is one over the policy's
+    count = weight  # for the log: weights the sampled tokens as today's policy would draw them
     if cfg.kl_estimator in EXACT:
         kl = vocab_kl
         count = 1.0
@@ -853,8 +853,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     adapted = apply_term_rule(kl, d, mask, cfg)
     penalty = adapted
     if cfg.kl_in == "loss_to_go":
-        # Token t also pays for the later KL, to which it leads: by later * weight * grad log pi_t.
-        # This is, on-policy, the gradient of whole responses' KL; "exact" has the least noise.
+        # Token t also pays for the later KL to which it leads: later * weight * grad log pi_t. On
+        # policy this is the gradient of the whole response's KL; "exact" has the least noise.
         later = (sum_to_go(adapted, mask) - adapted).detach()
         penalty = add_gradient(adapted, weight * later * policy_log_probs)
     elif cfg.kl_in == "reward":
@@ -942,7 +942,8 @@ def compute_loss(
         else:
             kl_loss = kl_coef * penalty
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
-    # weighted by their ratio: truncated importance sampling (arXiv:2508.04700).
+    # weighted by their ratio: truncated importance sampling (F. Yao et al., 2025, "On the
+    # Rollout-Training Mismatch in Modern RL Systems").
     importance = torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
     advantages = advantages * importance
     # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
@@ -1158,8 +1159,8 @@ def leave_out_rows(policy, batch, step, probe, cfg, scaler=NO_SCALING):
     such rows, which saves their forward pass, too.
 
     If you give the loss another term, such as an entropy bonus, these rows have a gradient. So one
-    of them is tried, when there are some for the first time and again after ten steps. probe: a
-    dict that keeps what was found."""
+    of them is tried at first, and again after ten steps. probe: a dict that keeps what was
+    found."""
     has_advantage = (batch["advantages"] != 0).any(dim=1)
     has_weight = (batch["weights"] != 0).any(dim=1)  # not if mask_truncated leaves it out
     others = keep_rows(batch, has_weight & ~has_advantage)
@@ -1243,7 +1244,7 @@ def train(
             sums["grad_norm"] = clip_gradient(policy, cfg.max_grad_norm)
             add_scaled(metrics, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
-            if is_finite and sums["grad_norm"] > 0:  # else AdamW's moments would move the weights
+            if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments alone would move them
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
             optimizer.zero_grad()
@@ -1360,7 +1361,7 @@ def main(
     max_new_tokens=None,  # longer responses are cut
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
-    gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; from 1 on: GB of its cache, exactly
+    gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; with support/, from 1 on: GB of cache
     max_sampler_diff=None,  # nats per token between sampler and trainer; inf: no limit
     # Advantages and loss
     normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
@@ -1383,7 +1384,7 @@ def main(
     reward_threshold=0.8,
     beta_min=0.0,
     beta_schedule_steps=1000,
-    reproduce_paper=False,  # True: run KL terms that are refused since they do not work
+    reproduce_paper=False,  # True: run KL terms that are refused (with support/) as of no use
     # Optimiser (AdamW on float32 weights)
     learning_rate=None,
     warmup_steps=None,
@@ -1426,7 +1427,8 @@ def main(
     if not problems.train or not problems.held_out:
         raise InputError(
             f"task = {cfg.task!r} has {len(problems.train)} prompts to train on, "
-            f"{len(problems.held_out)} held out; give more, or shorter ones, or an eval_file"
+            f"{len(problems.held_out)} held out; give more or shorter ones, an eval_file, or a "
+            "lower max_new_tokens"
         )
     ref_model = None
     if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it

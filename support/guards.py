@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import starter
-from support import gpu, ranks, report
+from support import edits, gpu, ranks, report
 
 try:
     import fcntl
@@ -156,11 +156,16 @@ def update_state(step, metrics, samples, state):
         )
 
 
+def has_own_reward(cfg):
+    """Whether the reward was given to main(), or written into starter.py."""
+    return cfg.reward is not starter.reward_fn or not edits.is_shipped("reward_fn")
+
+
 def step_signs(step, metrics, samples, state, cfg):
     """Yields (sign, text) of what is wrong after a step."""
     problems, texts, _, _ = samples
     n_equal = state["n_equal"]
-    asks_for_tags = cfg.reward is starter.reward_fn and "last_number" not in problems[0]
+    asks_for_tags = not has_own_reward(cfg) and "last_number" not in problems[0]
     if step == 1 and cfg.engine == "transformers":
         diff = metrics["sampler_logprob_diff"]
         try:
@@ -222,8 +227,7 @@ def evaluation_signs(step, metrics, state, cfg):
             f"other skills are lost ({', '.join(lost)}): lower learning_rate, or raise kl_coef "
             "(use_kl_penalty = True)",
         )
-    is_own = cfg.reward is not starter.reward_fn
-    if is_own and step > 0 and metrics["solved"] == 0 and state["best_reward"] < 1:
+    if has_own_reward(cfg) and step > 0 and metrics["solved"] == 0 and state["best_reward"] < 1:
         yield (
             "unsolved",
             "no response has had a reward of 1, which is what counts as solved: watch the reward "

@@ -319,6 +319,7 @@ def test_edited_function_runs(name, left_out, monkeypatch):
     assert attach(model_named("qwen3")) == ALL - left_out
 
 
+@pytest.mark.slow  # who edits on purpose runs the others
 def test_shipped_fingerprints_are_those_of_starter():
     """After a change of starter.py that is to stay: python -m support.edits."""
     found = {name: edits.fingerprint(getattr(starter, name)) for name in edits.SHIPPED}
