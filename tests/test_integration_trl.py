@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import zlib
@@ -321,8 +320,6 @@ def test_defaults_give_the_weights_of_trl_bit_for_bit(checkpoint, tmp_path):
     ours = trained(checkpoint, tmp_path, max_steps=20)
     assert torch.equal(weights_of(ours), weights_of(theirs))
     assert not logged(ours, "adaptive_kl/raw_kl")
-    changed = trained(checkpoint, tmp_path, max_steps=20, kl_adaptation_method="clip")
-    assert not torch.equal(weights_of(changed), weights_of(theirs))
 
 
 @pytest.mark.slow
@@ -360,18 +357,14 @@ def test_kl_in_the_reward_trains_and_evaluation_leaves_beta_alone(checkpoint, tm
         assert trainer.controller.state["step"] == 4
 
 
-def program(tmp_path, *arguments, launcher=()):
-    return subprocess.run(
-        [sys.executable, *launcher, __file__, *map(str, arguments)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "HOME": str(tmp_path)},
-    )
+class StopAtStep4(TrainerCallback):
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == 4:
+            raise KeyboardInterrupt
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_run_has_the_same_beta_path(checkpoint, tmp_path):
+def test_stopped_and_resumed_run_has_the_same_beta_path(checkpoint, tmp_path):
     options = dict(
         moved=True,
         kl_adaptation_method="target+sigmoid",
@@ -381,9 +374,9 @@ def test_killed_and_resumed_run_has_the_same_beta_path(checkpoint, tmp_path):
         kl_target=0.02,
     )
     whole = trained(checkpoint, tmp_path / "whole", **options)
-    killed = program(tmp_path, "killed", checkpoint, tmp_path / "killed", json.dumps(options))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    resumed = make_trainer(checkpoint, tmp_path / "killed", **options)
+    with pytest.raises(KeyboardInterrupt):
+        trained(checkpoint, tmp_path / "stopped", callbacks=[StopAtStep4()], **options)
+    resumed = make_trainer(checkpoint, tmp_path / "stopped", **options)
     resumed.train(resume_from_checkpoint=True)
     betas = logged(whole, "adaptive_kl/current_beta")
     assert len(set(betas)) > 4
@@ -397,13 +390,13 @@ def test_killed_and_resumed_run_has_the_same_beta_path(checkpoint, tmp_path):
 @pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(checkpoint, tmp_path):
     options = dict(moved=True, kl_adaptation_method="target+sigmoid", kl_target=0.02)
-    done = program(
-        tmp_path,
-        "two",
-        checkpoint,
-        tmp_path / "two",
-        json.dumps(options),
-        launcher=LAUNCH.split(),
+    arguments = [checkpoint, tmp_path / "two", json.dumps(options)]
+    done = subprocess.run(
+        [sys.executable, *LAUNCH.split(), __file__, *map(str, arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for loss_type in TWO_PROCESSES:
@@ -417,20 +410,12 @@ def test_two_processes_have_the_losses_of_one(checkpoint, tmp_path):
         assert len(set(history["adaptive_kl/current_beta"])) > 2
 
 
-# As a program: train in this process
+# As a program: one of two processes
 
 
-class KillAt(TrainerCallback):
-    def on_step_begin(self, args, state, control, **others):
-        if state.global_step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main(what, folder, output_dir, options):
+def main(folder, output_dir, options):
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ  # starter.py sets it for itself
     options = json.loads(options)
-    if what == "killed":
-        trained(folder, output_dir, callbacks=[KillAt()], **options)
     for loss_type in TWO_PROCESSES:
         trainer = trained(
             folder,

@@ -140,14 +140,16 @@ def test_several_rewards_are_summed_exactly_and_logged(checkpoint, tmp_path):
     module = load("several_rewards", tmp_path)
     first, second = itertools.cycle([0.6, 0.8]), itertools.cycle([0.3, 0.1])
     module.MORE_REWARDS = [(lambda text, problem: next(second), 1.0)]
-    given = settings(checkpoint, tmp_path, n_train_steps=1)
-    given["reward"] = lambda text, problem: next(first)
-    result = module.main(**given)
+    reward = dict(reward=lambda text, problem: next(first))
+    result = module.main(**settings(checkpoint, tmp_path, n_train_steps=1, **reward))
     log = scalars(result["run_folder"])
-    assert log["train/frac_zero_std"][1] == 1
-    assert log["train/reward_mean"][1] == pytest.approx(0.9)
-    assert log["reward/main"][1] == pytest.approx(0.7)
-    assert log["reward/<lambda>"][1] == pytest.approx(0.2)
+    expected = {
+        "train/frac_zero_std": 1,
+        "train/reward_mean": 0.9,
+        "reward/main": 0.7,
+        "reward/<lambda>": 0.2,
+    }
+    assert {name: log[name][1] for name in expected} == pytest.approx(expected)
     assert result["after"]["reward_mean"] == pytest.approx(0.7)  # of main()'s
 
 
