@@ -1087,6 +1087,8 @@ class Run:
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
             print(f"resumed: {self.folder} after step {self.state['step']}")
+        if self.cfg.resume and self.state["step"] == 0:
+            print(f"{self.folder} has no checkpoint of a step: it begins anew")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
             next_step = self.state["step"] + 1 if self.state["before"] else 0
