@@ -14,7 +14,7 @@ LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
 RUN = {}  # of this process: the policy's parameters, and the mean length of a prompt
 
 # Operations a second in 16 bits with float32 sums, from the makers' data sheets
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "T4": 65e12}
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12}
 
 
 def compile_layers(model):

@@ -183,8 +183,6 @@ def note_mistakes(tokenizer, problems, cfg):
             f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
             f"tokenizer does not know, for example {unseen[0]!r:.200}: the model cannot see them"
         )
-    if cfg.warmup_steps > cfg.n_train_steps > 0:
-        print(f"Warning: warmup_steps = {cfg.warmup_steps}: the run ends below its learning rate")
     if cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range:
         print("clip_range changes nothing: with epochs_per_rollout = 1 the ratio is always 1")
 

@@ -242,7 +242,6 @@ def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint):
         ("--learning_rate 2e-4 --lora_rank 8", ""),
         ("--lora_rank 8", "learning_rate = 0.0003 was found for all weights of tiny;"),
         ("--model_id user/other", "learning_rate = 0.0003 was found for"),
-        ("--warmup_steps 151", "warmup_steps = 151"),
         ("--clip_range 0.1", "clip_range changes nothing"),
         ("--clip_range 0.1 --epochs_per_rollout 2", ""),
     ],

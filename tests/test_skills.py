@@ -23,7 +23,7 @@ def test_evaluation_answers_other_skills_whatever_the_reward_is(tmp_path, monkey
     def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
         asked.append((tokenizer.batch_decode(prompts), group_size, temperature))
         texts = [f"<answer>{said[prompt]}</answer>" for prompt in asked[-1][0]]
-        return [starter.Response([], tokenizer(text)["input_ids"], [], True) for text in texts]
+        return [starter.Response([], tokenizer(text)["input_ids"], [], False) for text in texts]
 
     monkeypatch.setattr(starter, "rollout", rollout)
     cfg = starter.cfg_with(model_id=tmp_path, max_new_tokens=9, reward=lambda *_: 0.25)
