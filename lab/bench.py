@@ -1,17 +1,14 @@
-"""What a step of starter.py costs, beside TRL's GRPOTrainer.
+"""What a step of starter.py costs, with support/ and alone, beside TRL's GRPOTrainer.
 
-    python -m lab.bench           CASES, beside TRL -> lab/results/bench_step.csv
-    python -m lab.bench --alone   some, by starter.py without support/ -> bench_alone.csv
+    python -m lab.bench       CASES -> lab/results/bench.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
 so that most responses have their full length, and random rewards, so that every group teaches. Each
-side runs in a process of its own, in turns, with as many rows at once as are quickest for it; the
-first two of its steps are not counted. Times are medians, a ratio is the median over the rounds.
+side runs in a process of its own, in turns; TRL with as many rows at once as are quickest for it.
+The first two steps are not counted. Times are medians over the rounds, a ratio is that of medians.
 TRL needs `pip install trl==1.16.0 datasets`.
 """
 
-import functools
-import json
 import multiprocessing
 import random
 import shutil
@@ -24,27 +21,30 @@ from pathlib import Path
 
 import yaml
 
-from lab.rows import REPOSITORY, append_rows, where
+from lab.rows import REPOSITORY, append_rows, read_log, where
 
 WARM_UP = 2  # steps of each process that are not counted
 STEPS = 5  # that are
 ROUNDS = 3
-PROMPT = 30  # tokens of a prompt, about
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-SIZES = {  # shape, tokens of a response, rows at once of which the quickest is taken
+SIZES = {  # shape, tokens of a response, TRL's rows at once, of which the quickest is taken
     "S": ("S", 16, [256, 128, 64]),
     "M": ("M", 16, [256, 128, 64]),
     "M-64": ("M", 64, [256, 64, 32]),
     "L": ("L", 16, [64]),
 }
-ALONE = [("S", "bfloat16", "off"), ("M", "bfloat16", "off"), ("L", "float32", "off")]
-CASES = [  # size, dtype, KL penalty
-    *ALONE,
-    ("M-64", "bfloat16", "off"),
-    ("S", "bfloat16", "on"),
-    ("M", "bfloat16", "on"),
-    ("S", "float32", "off"),
-    ("M", "float32", "off"),
+CASES = [  # with what, size, dtype, KL penalty
+    "support/ S bfloat16 off",
+    "support/ M bfloat16 off",
+    "support/ M-64 bfloat16 off",
+    "support/ S bfloat16 on",
+    "support/ M bfloat16 on",
+    "support/ S float32 off",
+    "support/ M float32 off",
+    "support/ L float32 off",
+    "alone S bfloat16 off",
+    "alone M bfloat16 off",
+    "alone L float32 off",
 ]
 
 
@@ -99,22 +99,14 @@ def chosen(settings):
 # 2. Sides.  Settings of main() -> what is logged, {tag: [(step, value)]}.
 
 
-def train_ours(settings, code, rows=None):
-    """Runs main() of the starter.py in the folder `code`. rows: at once, in place of the preset's
-    max_tokens_per_microbatch."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    if rows is not None:
-        n_tokens = rows * (PROMPT + settings["max_new_tokens"])
-        settings = {**settings, "max_tokens_per_microbatch": n_tokens}
+def train_ours(settings, code):
+    """Runs main() of the starter.py in the folder `code`."""
     sys.path.insert(0, str(code))
     import starter
 
     with tempfile.TemporaryDirectory() as folder:
         result = starter.main(out_dir=folder, **settings)
-        log = EventAccumulator(str(result["run_folder"])).Reload()
-        tags = log.Tags()["scalars"]
-        return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in tags}
+        return read_log(result["run_folder"])
 
 
 def train_with_trl(settings, rows):
@@ -168,7 +160,6 @@ def train_with_trl(settings, rows):
         adam_beta2=0.95,
         gradient_checkpointing=False,
         logging_steps=10**6,
-        disable_tqdm=True,
     )
     prompts = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
     data = Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))})
@@ -184,26 +175,27 @@ def in_process(function, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def seconds_of(side, rows):
-    """Returns the seconds of each step of a side, with so many rows at once."""
-    log = in_process(side, rows)
+def seconds_of(side, *arguments):
+    """Returns the seconds of each step of a side, one of the functions above."""
+    log = in_process(side, *arguments)
     return [seconds for _, seconds in log["time/total"]][WARM_UP:]
 
 
-def quickest(side, choices):
-    """Returns the number of rows at once at which a side is quickest. side: one of the functions
-    above, of its last argument alone."""
-    medians = {rows: statistics.median(seconds_of(side, rows)) for rows in choices}
+def quickest_rows(settings, choices):
+    """Returns with how many rows at once TRL is quickest."""
+    medians = {}
+    for rows in choices:
+        medians[rows] = statistics.median(seconds_of(train_with_trl, settings, rows))
     return min(medians, key=medians.get)
 
 
 # 3. Measurements.
 
 
-def measure(size, dtype, kl, alone):
+def measure(parts, size, dtype, kl):
     """Returns a row: a step of ours beside one of TRL's."""
     shape, new_tokens, choices = SIZES[size]
-    seconds = {"ours": [], "trl": []}  # for each round those of its steps
+    seconds = {"ours": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
         settings = dict(
@@ -221,36 +213,24 @@ def measure(size, dtype, kl, alone):
             save_every=0,
         )
         code = REPOSITORY
-        if alone:
+        if parts == "alone":
             shutil.copy(REPOSITORY / "starter.py", folder)
             code = folder
-        sides = {
-            "ours": functools.partial(train_ours, settings, code),
-            "trl": functools.partial(train_with_trl, settings),
-        }
-        rows = {name: quickest(side, choices) for name, side in sides.items()}
-        for number in range(ROUNDS):
-            for name in sorted(sides, reverse=number % 2):
-                seconds[name].append(seconds_of(sides[name], rows[name]))
-    row = {"size": size, "dtype": dtype, "kl_penalty": kl, "steps": STEPS, "rounds": ROUNDS}
-    for side in seconds:
-        steps = sum(seconds[side], [])
-        row[f"{side}_s"] = f"{statistics.median(steps):.3f}"
+        rows = quickest_rows(settings, choices)
+        for _ in range(ROUNDS):
+            seconds["ours"] += seconds_of(train_ours, settings, code)
+            seconds["trl"] += seconds_of(train_with_trl, settings, rows)
+    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl, "trl_rows_at_once": rows}
+    medians = []
+    for side, steps in seconds.items():
+        medians.append(statistics.median(steps))
+        row[f"{side}_s"] = f"{medians[-1]:.3f}"
         row[f"{side}_min_s"] = f"{min(steps):.3f}"
         row[f"{side}_max_s"] = f"{max(steps):.3f}"
-        row[f"{side}_rows_at_once"] = rows[side]
-    ours, trl = (map(statistics.median, rounds) for rounds in seconds.values())
-    row["ratio"] = f"{statistics.median(b / a for a, b in zip(ours, trl)):.2f}"
+    row["ratio"] = f"{medians[1] / medians[0]:.2f}"
     return {**row, **where()}
 
 
-def main():
-    alone = "--alone" in sys.argv
-    for case in ALONE if alone else CASES:
-        row = measure(*case, alone)
-        print(json.dumps(row), flush=True)
-        append_rows("bench_alone" if alone else "bench_step", [row])
-
-
 if __name__ == "__main__":
-    main()
+    for case in CASES:
+        append_rows("bench", [measure(*case.split())])

@@ -1,18 +1,20 @@
 """Kills runs at random moments, resumes each, and compares it with a run that nothing interrupted.
 
-    python -m lab.crash_test support      20 kills -> their rows of lab/results/kills.csv
+    python -m lab.crash_test support      20 kills -> that many more rows of lab/results/kills.csv
     python -m lab.crash_test alone lora   others of CASES
 
 The run is short but whole: two epochs per rollout, a KL penalty with a controller, evaluations, a
-reward that draws random numbers. Each kill is kill -9 of all its processes, at a random moment of a
-random phase. Compared bit for bit are the saved model, the weights, AdamW's moments and the state
-in the last checkpoint, and every number in TensorBoard but times and memory, with its step.
+reward that draws random numbers. Each kill is kill -9 of all its processes, in the time that a step
+takes after the line of a random step: while it evaluates, saves, samples or learns. Compared bit
+for bit are the saved model, the weights, AdamW's moments and the state in the last checkpoint, and
+every number in TensorBoard but times and memory, with its step.
 """
 
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,10 +24,9 @@ import time
 from pathlib import Path
 
 from lab import bench
-from lab.rows import REPOSITORY, read_csv, write_csv
+from lab.rows import REPOSITORY, append_rows, read_log
 
 NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")  # times and settings
-PHASES = ["rollout", "update", "save", "evaluate"]
 SETTINGS = dict(
     rollout_batch_size=16,
     group_size=4,
@@ -75,30 +76,17 @@ def sums(cfg):
 
 
 def child(settings):
-    """The run, in its own process. Functions that are wrapped here print where a phase begins."""
+    """The run, in its own process."""
     import starter
 
-    def announced(phase, function):
-        def call(*args):
-            print(f"phase {phase} {time.monotonic()}", flush=True)  # in one piece: it may be killed
-            return function(*args)
-
-        return call
-
     print("process", os.getpid(), flush=True)
-    if os.environ.get("RANK", "0") == "0":
-        starter.problems_of_step = announced("rollout", starter.problems_of_step)
-        starter.make_batch = announced("update", starter.make_batch)
-        starter.evaluate = announced("evaluate", starter.evaluate)
-        starter.Run.save = announced("save", starter.Run.save)
     starter.COEFFICIENT_RULES["growing"] = growing
     starter.main(task=sums, reward=noisy_variety, **settings)
-    print("phase end", time.monotonic(), flush=True)
 
 
 def run(settings, code, processes, kill=None):
-    """Runs main(**settings) with the starter.py of the folder `code`. kill: (phase, its number from
-    1, seconds into it). Returns [(phase, when it began)], the exit status and what was printed."""
+    """Runs main(**settings) with the starter.py of the folder `code`. kill: (how a line that is
+    printed begins, seconds after it). Returns the exit status and what was printed."""
     command = [sys.executable, "-m", "lab.crash_test", "child", json.dumps(settings)]
     if processes > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -111,21 +99,16 @@ def run(settings, code, processes, kill=None):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
     )
     pids = {process.pid}
-    phases = []
     printed = ""
     for line in process.stdout:
         printed += line
-        first, *words = line.split() or [""]
-        if first == "process":
-            pids.add(int(words[0]))
-        elif first == "phase":
-            phases.append((words[0], float(words[1])))
-            number = [name for name, _ in phases].count(words[0])
-            if kill and kill[:2] == (words[0], number):
-                time.sleep(kill[2])
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-    return phases, process.wait(), printed
+        if line.startswith("process "):
+            pids.add(int(line.split()[1]))
+        if kill and line.startswith(kill[0]):
+            time.sleep(kill[1])
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+    return process.wait(), printed
 
 
 def compared(values):
@@ -144,75 +127,58 @@ def compared(values):
 def outcome(folder):
     """Returns what two runs of the same settings must share: what is saved, and what is logged."""
     import torch
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [settings] = folder.glob("runs/*/settings.json")
     run_folder = settings.parent
     files = run_folder.glob("model/*.safetensors")
     model = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     checkpoint = torch.load(max(run_folder.glob("checkpoint_*.pt")), weights_only=True)
-    log = EventAccumulator(str(run_folder)).Reload()
-    logged = {}
-    for tag in log.Tags()["scalars"]:
-        logged[tag] = [(event.step, event.value) for event in log.Scalars(tag)]
-    return {"saved": compared({**model, **checkpoint}), "logged": compared(logged)}
-
-
-def random_kill(number, phases):
-    """Returns a kill for run(), at a random moment. A phase lasts until the next one begins."""
-    rng = random.Random(number)
-    phase = PHASES[number % len(PHASES)]
-    starts = [i for i, (name, _) in enumerate(phases) if name == phase]
-    i = rng.choice(starts)
-    seconds = phases[i + 1][1] - phases[i][1]
-    return phase, starts.index(i) + 1, rng.uniform(0, seconds)
+    return {
+        "saved": compared({**model, **checkpoint}),
+        "logged": compared(read_log(run_folder)),
+    }
 
 
 def kill_runs(name, folder):
-    """Returns a row for each kill."""
+    """Yields a row for each kill."""
     parts, n_kills, changes = CASES[name]
     code = REPOSITORY
     if name == "alone":
         code = folder
         shutil.copy(REPOSITORY / "starter.py", code)
-    n_processes = 2 if name == "processes" else 1
     bench.save_random("S", folder / "model")
     settings = {**SETTINGS, **changes, "model_id": f"{folder}/model"}
 
     def one(trial, kill=None, resume=None):
         given = {**settings, "out_dir": f"{folder}/{trial}/runs", "resume": resume}
-        phases, status, printed = run(given, code, n_processes, kill)
-        if kill is None and status != 0:
-            sys.exit(printed)
-        return phases, status == -signal.SIGKILL
+        return run(given, code, 2 if name == "processes" else 1, kill)
 
-    phases, _ = one("whole")
+    status, printed = one("whole")
+    if status != 0:
+        sys.exit(printed)
     whole = outcome(folder / "whole")
-    rows = []
+    seconds_of_steps = re.findall(r"\| ([\d.]+) s", printed)
     for number in range(n_kills):
-        kill = random_kill(number, phases)
-        row = {"engine": settings["engine"], "parts": parts, "kill": number, "phase": kill[0]}
-        _, row["killed"] = one(number, kill)
+        rng = random.Random(number)
+        step = rng.randint(1, SETTINGS["n_train_steps"])
+        seconds = rng.uniform(0, float(seconds_of_steps[step - 1]))
+        status, _ = one(number, (f"Step {step} ", seconds))
         one(number, resume=True)
-        ours = outcome(folder / str(number))
-        row["same_weights"] = ours["saved"] == whole["saved"]
-        row["same_log"] = ours["logged"] == whole["logged"]
-        print(*row.values(), flush=True)
-        rows.append(row)
-    return rows
-
-
-def main(names):
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = kill_runs(name, Path(folder))
-        case = {key: rows[0][key] for key in ("engine", "parts")}
-        others = [row for row in read_csv("kills") if not case.items() <= row.items()]
-        write_csv("kills", others + rows)
+        is_same = outcome(folder / str(number)) == whole
+        yield {
+            "engine": settings["engine"],
+            "parts": parts,
+            "kill": number,
+            "same_bits": is_same and status == -signal.SIGKILL,
+        }
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "child":
         child(json.loads(sys.argv[2]))
     else:
-        main(sys.argv[1:])
+        for name in sys.argv[1:]:
+            with tempfile.TemporaryDirectory() as folder:
+                for row in kill_runs(name, Path(folder)):
+                    print(row, flush=True)
+                    append_rows("kills", [row])

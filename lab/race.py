@@ -11,7 +11,6 @@ side goes first changes from seed to seed. Seeds that lab/results/race_<name>.cs
 again. Needs `pip install trl==1.16.0 datasets`.
 """
 
-import functools
 import itertools
 import math
 import statistics
@@ -31,7 +30,7 @@ def run(side, seed, preset):
     settings = dict(preset=preset, model_id=model, seed=seed, eval_every=5, save_every=0)
     if side == "TRL":
         short = {**settings, "n_train_steps": 5, "eval_every": 0}
-        rows = bench.quickest(functools.partial(bench.train_with_trl, short), TRL_ROWS)
+        rows = bench.quickest_rows(short, TRL_ROWS)
         log = bench.in_process(bench.train_with_trl, settings, rows)
     else:
         log = bench.in_process(bench.train_ours, settings, REPOSITORY)

@@ -32,6 +32,15 @@ def append_rows(name, rows):
     write_csv(name, [*read_csv(name), *rows])
 
 
+def read_log(run_folder):
+    """Returns what a run logged, {tag: [(step, value)]}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(run_folder)).Reload()
+    tags = log.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in tags}
+
+
 def commit():
     """Returns the commit of the working tree, with "-dirty" where code was changed since."""
 

@@ -24,7 +24,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lab.rows import REPOSITORY, commit, read_csv, where, write_csv
+from lab.rows import REPOSITORY, commit, read_csv, read_log, where, write_csv
 
 PROGRAM = """
 import json, sys
@@ -35,8 +35,6 @@ print("\\n" + json.dumps(sweep.train(*json.loads(sys.argv[1]))))
 
 def train(settings, seed):
     """Runs main() in this process. Returns what it measures."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     import starter
     from lab import real_model
 
@@ -46,11 +44,11 @@ def train(settings, seed):
     chosen = {"preset": "tiny", "eval_every": 0, "save_every": 0, **settings}
     with tempfile.TemporaryDirectory() as out_dir:
         result = starter.main(**chosen, seed=seed, out_dir=out_dir)
-        log = EventAccumulator(str(result["run_folder"])).Reload()
+        log = read_log(result["run_folder"])
         if is_smollm2:
             trained = result["run_folder"] / "model"
             kept = [1.0, real_model.questions_kept(settings["model_id"], trained)]
-    curves = {tag: [event.value for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+    curves = {tag: [value for _, value in points] for tag, points in log.items()}
     if not is_smollm2:
         skills = [values for tag, values in curves.items() if tag.startswith("eval/retention_")]
         kept = [statistics.mean(shares) for shares in zip(*skills)]

@@ -1,29 +1,29 @@
 """Puts the numbers of lab/results into README.md, README_KL.md, recipes/README.md and docs/*.md.
 
     python -m lab.tables              fills the pages; measures nothing
-    python -m lab.tables --console    first runs starter.py, for what it prints
     python -m lab.tables --figures    also draws lab/figures/*.png (needs matplotlib)
 
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
-goes, and <!-- end --> after it; what stands between them is replaced.
+goes, and <!-- end --> after it; what stands between them is replaced. The output is made by
+
+    python starter.py | grep -E "^(Eval at|Step (1|150)|  solved|  retention_)" > $FILE
+
+where FILE=lab/results/console_off.txt, with dots where lines are left out.
 """
 
 import json
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 
 from lab import architectures
 from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, read_csv
 
 PAGES = [
-    REPOSITORY / "README.md",
-    REPOSITORY / "README_KL.md",
-    REPOSITORY / "recipes" / "README.md",
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *REPOSITORY.glob("*.md"),
+    *REPOSITORY.glob("recipes/*.md"),
+    *sorted(REPOSITORY.glob("docs/*.md")),
 ]
 
 
@@ -55,59 +55,49 @@ def grouped(rows, *columns):
 # 1. Of lab.sweep: runs of main(), in groups of the same settings.
 
 
+def described(settings):
+    """Returns the settings of a run, with the texts that tables show of them."""
+    texts = {"KL penalty": "off", "kl_coef": "off", "KL": "", "kl_adaptation_method": "off"}
+    if "use_kl_penalty" in settings:
+        names = ("kl_gradient", "kl_in", "loss_average")
+        others = [settings[name] for name in names if name in settings]
+        texts = {
+            "KL penalty": "on",
+            "kl_coef": f"{settings.get('kl_coef', 0.3):g}",
+            "KL": ", ".join([settings.get("kl_estimator", "k3"), *others]),
+            "kl_adaptation_method": settings.get("kl_adaptation_method", "none"),
+        }
+    return settings | texts
+
+
 def runs_of(name):
-    """Returns [(settings, rows of its seeds)]. What is not set is None."""
+    """Returns [(described settings, rows of its seeds)]."""
     groups = grouped(read_csv(name), "settings")
-    return [(json.loads(settings), rows) for (settings,), rows in groups.items()]
+    return [(described(json.loads(settings)), rows) for (settings,), rows in groups.items()]
 
 
-def penalty(settings):
-    return "on" if "use_kl_penalty" in settings else "off"
+MEASURED = [  # header, column of the csv file, form
+    ("solved, %", "solved_after", ".0%"),
+    ("other skills, %", "kept_after", ".0%"),
+    ("KL per token", "kl_per_token", ".3f"),
+]
 
 
-def coefficient(settings):
-    return "off" if penalty(settings) == "off" else f"{settings.get('kl_coef', 0.3):g}"
-
-
-def kind_of_kl(settings):
-    """ "k3", or "k1, reward", or "" without a penalty."""
-    if penalty(settings) == "off":
-        return ""
-    names = ("kl_gradient", "kl_in", "loss_average")
-    others = [settings[name] for name in names if name in settings]
-    return ", ".join([settings.get("kl_estimator", "k3"), *others])
-
-
-def method(settings):
-    if penalty(settings) == "off":
-        return "off"
-    return settings.get("kl_adaptation_method", "none")
-
-
-MEASURED = {  # header: column, form
-    "solved, %": ("solved_after", ".0%"),
-    "other skills, %": ("kept_after", ".0%"),
-    "KL per token": ("kl_per_token", ".3f"),
-}
-
-
-def run_table(groups, shown, measured, before_training=False):
-    """Returns a table with a line for each (settings, rows) of groups.
-
-    shown: {header: function of the settings}. measured: {header: (column of the csv file, form)}.
-    before_training: whether the first line is that of the model before training.
-    """
+def run_table(runs, shown, measured=MEASURED, before_training=False):
+    """Returns a table with a line for each of [(described settings, rows)]. shown: the settings of
+    a line. measured: like MEASURED, the KL last. before_training: whether the first line is that
+    of the model before training."""
     lines = []
     if before_training:
-        rows = [row for _, rows in groups for row in rows]
-        lines.append(["before training", *[""] * (len(shown) - 1)])
-        for column, form in measured.values():
-            before = column.replace("_after", "_before")
-            lines[0].append("0" if before == column else spread(rows, before, form))
-    for settings, rows in groups:
-        cells = [text_of(settings) for text_of in shown.values()]
-        lines.append([*cells, *(spread(rows, *column) for column in measured.values())])
-    return table([*shown, *measured], lines)
+        rows = [row for _, rows in runs for row in rows]
+        cells = ["before training", *[""] * (len(shown) - 1)]
+        for _, column, form in measured[:-1]:
+            cells.append(spread(rows, column.replace("after", "before"), form))
+        lines.append([*cells, "0"])
+    for settings, rows in runs:
+        cells = [settings[name] for name in shown]
+        lines.append([*cells, *(spread(rows, column, form) for _, column, form in measured)])
+    return table([*shown, *(header for header, _, _ in measured)], lines)
 
 
 def penalty_table():
@@ -120,93 +110,93 @@ def penalty_table():
     lines = []
     for name, model in models.items():
         for settings, rows in runs_of(name):
-            kl = (kind_of_kl(settings), coefficient(settings), method(settings))
+            kl = settings["KL"], settings["kl_coef"], settings["kl_adaptation_method"]
             if kl in (("", "off", "off"), ("k3", "0.3", "none")):
                 shown = model + ", LoRA" * ("lora_rank" in settings)
                 cells = spread(rows, "solved_after"), spread(rows, "kept_after")
-                lines.append([shown, coefficient(settings), *cells])
+                lines.append([shown, settings["kl_coef"], *cells])
     return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
 
 
 def machine_table():
     lines = []
     for settings, rows in runs_of("machines") + runs_of("machines_amx"):
-        processor = rows[0]["machine"].partition(",")[0]
-        threads = settings["environment"]["OMP_NUM_THREADS"]
-        instructions = settings["environment"].get("ATEN_CPU_CAPABILITY", "all")
-        solved = " ".join(f"{100 * share:.1f}" for share in numbers(rows, "solved_after"))
-        cells = [processor, settings["precision"], threads, instructions, solved]
-        lines.append([*cells, spread(rows, "kept_after")])
-    headers = ["processor", "dtype", "threads", "instructions", "solved, %, seed by seed"]
-    return table([*headers, "other skills, %"], lines)
+        environment = settings["environment"]
+        solved = [f"{100 * share:.1f}" for share in numbers(rows, "solved_after")]
+        cells = [
+            rows[0]["machine"].partition(",")[0],
+            settings["precision"],
+            environment["OMP_NUM_THREADS"],
+            environment.get("ATEN_CPU_CAPABILITY", "all"),
+            " ".join(solved),
+            spread(rows, "kept_after"),
+        ]
+        lines.append(cells)
+    headers = ["processor", "dtype", "threads", "instructions"]
+    return table([*headers, "solved, %, seed by seed", "other skills, %"], lines)
 
 
 def coefficient_table():
-    groups = [run for run in runs_of("kl_divergences") if kind_of_kl(run[0]) in ("", "exact")]
-    return run_table(groups, {"kl_coef": coefficient}, MEASURED, before_training=True)
+    runs = [run for run in runs_of("kl_divergences") if run[0]["KL"] in ("", "exact")]
+    return run_table(runs, ["kl_coef"], before_training=True)
 
 
 def divergence_table():
-    groups = []
+    runs = []
     for settings, rows in runs_of("kl_divergences"):  # those of "exact" are in README_KL.md
-        if kind_of_kl(settings) != "exact" and coefficient(settings) in ("off", "0.3", "1"):
-            groups.append((settings, rows))
-    solved, *others = MEASURED.items()
-    measured = dict([solved, ("pass@8, %", ("pass_at_8_after", ".0%")), *others])
-    shown = {"KL": kind_of_kl, "kl_coef": coefficient}
-    return run_table(groups, shown, measured, before_training=True)
+        if settings["KL"] != "exact" and settings["kl_coef"] in ("off", "0.3", "1"):
+            runs.append((settings, rows))
+    measured = [*MEASURED]
+    measured.insert(1, ("pass@8, %", "pass_at_8_after", ".0%"))
+    return run_table(runs, ["KL", "kl_coef"], measured, before_training=True)
 
 
 def method_table():
-    shown = {"kl_adaptation_method": method, "KL": kind_of_kl}
-    return run_table(runs_of("kl"), shown, MEASURED)
-
-
-def recipe(settings):
-    """Returns "gspo", or "starter.py, `epochs_per_rollout=2`"."""
-    names = settings.get("recipe", "starter.py").replace("+", " + ")
-    others = settings.keys() - {"recipe", "use_kl_penalty"}
-    return ", ".join([names, *(f"`{name}={settings[name]}`" for name in sorted(others))])
-
-
-def what_learns(settings):
-    return f"LoRA {settings['lora_rank']}" if "lora_rank" in settings else "all weights"
-
-
-SMOLLM2 = {
-    "solved, %": ("solved_after", ".0%"),
-    "questions kept, %": ("kept_after", ".0%"),
-    "KL per token": ("kl_per_token", ".2f"),
-    "s a step": ("s_per_step", ".1f"),
-}
+    return run_table(runs_of("kl"), ["kl_adaptation_method", "KL"])
 
 
 def recipe_table():
-    return run_table(runs_of("recipes"), {"recipe": recipe, "KL penalty": penalty}, MEASURED)
+    runs = runs_of("recipes")
+    for settings, _ in runs:
+        names = [settings.get("recipe", "starter.py")]
+        for name in ("epochs_per_rollout", "loss_average"):
+            if name in settings:
+                names.append(f"`{name}={settings[name]}`")
+        settings["recipe"] = ", ".join(names)
+    return run_table(runs, ["recipe", "KL penalty"])
 
 
 def smollm2_table():
-    shown = {"what learns": what_learns, "kl_coef": coefficient}
-    return run_table(runs_of("smollm2"), shown, SMOLLM2)
+    runs = runs_of("smollm2")
+    for settings, _ in runs:
+        is_lora = "lora_rank" in settings
+        settings["what learns"] = "LoRA 16" if is_lora else "all weights"
+    measured = [
+        MEASURED[0],
+        ("questions kept, %", "kept_after", ".0%"),
+        ("KL per token", "kl_per_token", ".2f"),
+        ("s a step", "s_per_step", ".1f"),
+    ]
+    return run_table(runs, ["what learns", "kl_coef"], measured)
 
 
 # 2. Of lab.verify_kl: what is enumerated.
 
-GRADIENT_ROWS = [  # shown as, estimator, gradient, placement, where to use it
-    ("k1, k2, k3", "k3", "reverse", "loss", "the default: right for each token's own KL"),
-    ("exact", "exact", "any", "loss", "least noise; it sums over the vocabulary"),
-    ("exact_forward", "exact_forward", "any", "loss", "another divergence, on purpose"),
-    ("k1", "k1", "as_written", "loss", "never (refused)"),
-    ("k2", "k2", "as_written", "loss", "the same as reverse in the first epoch"),
-    ("k3", "k3", "as_written", "loss", "to reproduce DeepSeekMath"),
-    ("k1", "k1", "reverse", "loss_to_go", "as k1 in the reward; later epochs have their own KL"),
-    ("k3", "k3", "reverse", "loss_to_go", "only near the reference; else the noise is large"),
-    ("exact", "exact", "any", "loss_to_go", "for the KL of whole responses; least noise"),
-    ("k2", "k2", "reverse", "loss_to_go", "never (refused): k1 is better in the first epoch"),
-    ("k1", "k1", "any", "reward", "for the KL of whole responses, one epoch; as in PPO for RLHF"),
-    ("k2", "k2", "any", "reward", "never (refused)"),
-    ("k3", "k3", "any", "reward", "never (refused)"),
-]
+USES = {  # estimator, gradient and placement: where to use them
+    "k1, k2, k3 | reverse | loss": "the default: right for each token's own KL",
+    "exact | any | loss": "least noise; it sums over the vocabulary",
+    "exact_forward | any | loss": "another divergence, on purpose",
+    "k1 | as_written | loss": "never (refused)",
+    "k2 | as_written | loss": "the same as reverse in the first epoch",
+    "k3 | as_written | loss": "to reproduce DeepSeekMath",
+    "k1 | reverse | loss_to_go": "as k1 in the reward; later epochs have their own KL",
+    "k3 | reverse | loss_to_go": "only near the reference; else the noise is large",
+    "exact | any | loss_to_go": "for the KL of whole responses; least noise",
+    "k2 | reverse | loss_to_go": "never (refused): k1 is better in the first epoch",
+    "k1 | any | reward": "for the KL of whole responses, one epoch; as in PPO for RLHF",
+    "k2 | any | reward": "never (refused)",
+    "k3 | any | reward": "never (refused)",
+}
 GRADIENT_COLUMNS = {  # policy, sampled by
     "one token, first epoch": ("one step", "policy"),
     "one token, later epochs": ("one step", "old"),
@@ -235,12 +225,17 @@ def gradient_cell(rows):
 
 
 def gradient_table():
-    rows = [row for row in read_csv("kl_gradients") if not row["note"]]
-    groups = grouped(rows, "policy", "sampled by", "estimator", "gradient", "placement")
+    names = ["policy", "sampled by", "estimator", "gradient", "placement"]
+    groups = grouped(read_csv("kl_gradients"), *names)
     lines = []
-    for shown, *setting, use in GRADIENT_ROWS:
-        cells = [gradient_cell(groups[*column, *setting]) for column in GRADIENT_COLUMNS.values()]
-        lines.append([shown, *setting[1:], *cells, use])
+    for setting, use in USES.items():
+        estimators, gradient, placement = setting.split(" | ")
+        estimator = estimators.partition(",")[0]
+        cells = []
+        for column in GRADIENT_COLUMNS.values():
+            rows = groups[*column, estimator, gradient, placement]
+            cells.append(gradient_cell(rows))
+        lines.append([setting, *cells, use])
     headers = ["`kl_estimator`", "`kl_gradient`", "`kl_in`", *GRADIENT_COLUMNS, "use"]
     return table(headers, lines)
 
@@ -281,42 +276,43 @@ def architecture_table():
     return table(["verdict", *architectures.MODES, "which, in some mode"], lines)
 
 
+def count_table(name, columns, counted, headers):
+    """How many rows there are of each kind, and of how many the column `counted` is true."""
+    lines = []
+    for kind, rows in grouped(read_csv(name), *columns).items():
+        n_true = [row[counted] for row in rows].count("True")
+        lines.append([*kind, len(rows), n_true])
+    return table([*columns, *headers], lines)
+
+
 def kill_table():
     """Runs that were killed and resumed."""
-    lines = []
-    for key, rows in grouped(read_csv("kills"), "engine", "parts").items():
-        verdicts = [{row["killed"], row["same_weights"], row["same_log"]} for row in rows]
-        lines.append([*key, len(rows), verdicts.count({"True"})])
-    return table(["engine", "parts", "killed", "ended with the same bits"], lines)
+    headers = ["killed", "ended with the same bits"]
+    return count_table("kills", ["engine", "parts"], "same_bits", headers)
 
 
 def mutant_table():
     """How many mutants of each section the quick tests see."""
-    lines = []
-    for (section,), rows in grouped(read_csv("mutation"), "section").items():
-        lines.append([section, len(rows), [row["seen"] for row in rows].count("True")])
-    return table(["section", "mutants", "seen"], lines)
+    return count_table("mutation", ["section"], "seen", ["mutants", "seen"])
 
 
 def speed_table():
     """A step of starter.py, with support/ and alone, and of TRL's, in turns."""
+    columns = ["with", "model", "dtype", "KL penalty"]
     lines = []
-    for shown, name in (("support/", "bench_step"), ("alone", "bench_alone")):
-        for case, rows in grouped(read_csv(name), "size", "dtype", "kl_penalty").items():
-            newest = rows[-1]
-            times = []
-            for side in ("ours", "trl"):
-                mean, least, most = (newest[f"{side}_{x}s"] for x in ("", "min_", "max_"))
-                times.append(f"{mean} ({least}–{most})")
-            lines.append([shown, *case, *times, newest["ratio"]])
-    sides = ["starter.py, s", "TRL 1.16, s"]
-    return table(["with", "model", "dtype", "KL penalty", *sides, "ratio"], lines)
+    for case, rows in grouped(read_csv("bench"), *columns).items():
+        newest = rows[-1]
+        times = []
+        for side in ("ours", "trl"):
+            least, most = newest[f"{side}_min_s"], newest[f"{side}_max_s"]
+            times.append(f"{newest[f'{side}_s']} ({least}–{most})")
+        lines.append([*case, *times, newest["ratio"]])
+    return table([*columns, "starter.py, s", "TRL 1.16, s", "ratio"], lines)
 
 
 def race_table():
-    return table(
-        ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio"], race_lines("tiny")
-    )
+    headers = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio"]
+    return table(headers, race_lines("tiny"))
 
 
 def memory_table():
@@ -352,7 +348,14 @@ def run_on_gpu_table():
 
 # 4. The pages.
 
+
+def console():
+    """How the output of starter.py begins and ends."""
+    return f"```text\n{(RESULTS / 'console_off.txt').read_text()}```"
+
+
 TABLES = {
+    "off": console,
     "penalty": penalty_table,
     "machines": machine_table,
     "coefficients": coefficient_table,
@@ -371,41 +374,12 @@ TABLES = {
     "gpus": memory_table,
     "gpu": run_on_gpu_table,
 }
-BLOCK = re.compile(r"(<!-- (table|console): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
-CONSOLE = RESULTS / "console_off.txt"
-CONSOLE_LINES = [  # how the lines begin that are kept
-    "Eval at step 0 ",
-    "Step 1 ",
-    "...",
-    "Step 150 ",
-    "Eval at step 150 ",
-    "...",
-    "  solved",
-    "  retention",
-]
-
-
-def write_console():
-    """Runs starter.py, and keeps how its output begins and ends."""
-    with tempfile.TemporaryDirectory() as out_dir:
-        run = [sys.executable, "starter.py", "--out_dir", out_dir]
-        printed = subprocess.check_output(run, cwd=REPOSITORY, text=True)
-    kept = []
-    for beginning in CONSOLE_LINES:
-        found = [line for line in printed.splitlines() if line.startswith(beginning)]
-        kept += found or [beginning]
-    CONSOLE.write_text("\n".join(kept) + "\n")
+BLOCK = re.compile(r"(<!-- \w+: (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 
 
 def with_tables(text):
     """Returns a page with each block made from lab/results."""
-
-    def fresh(match):
-        first_line, kind, name, last_line = match.groups()
-        block = f"```text\n{CONSOLE.read_text()}```" if kind == "console" else TABLES[name]()
-        return f"{first_line}{block}\n{last_line}"
-
-    return BLOCK.sub(fresh, text)
+    return BLOCK.sub(lambda block: f"{block[1]}{TABLES[block[2]]()}\n{block[3]}", text)
 
 
 # 5. The figures of README.md.
@@ -413,65 +387,43 @@ def with_tables(text):
 
 def draw_learning(figure):
     """Solved and other skills over the steps, a line for each seed."""
-    panels = figure.subplots(1, 2)
-    shown = {
-        "trained task: solved, %": "curve_solved",
-        "four other skills: solved, %": "curve_kept",
-    }
-    for (settings, rows), color in zip(runs_of("learning"), ("C3", "C0")):
-        for panel, (title, column) in zip(panels, shown.items()):
-            panel.set(xlabel="step", ylabel=title)
+    shown = {"trained task": "curve_solved", "four other skills": "curve_kept"}
+    for panel, (skills, column) in zip(figure.subplots(1, 2), shown.items()):
+        panel.set(xlabel="step", ylabel=f"{skills}: share solved")
+        for (settings, rows), color in zip(runs_of("learning"), ("C3", "C0")):
             for row in rows:
-                values = [100 * float(share) for share in row[column].split()]
-                steps = range(0, settings["eval_every"] * len(values), settings["eval_every"])
-                [line] = panel.plot(steps, values, color=color, alpha=0.8, linewidth=1.2)
-        line.set_label(f"KL penalty {penalty(settings)}")
-    return "three seeds each"
+                shares = [float(share) for share in row[column].split()]
+                steps = [settings["eval_every"] * i for i in range(len(shares))]
+                [line] = panel.plot(steps, shares, color)
+            line.set_label(f"KL penalty {settings['KL penalty']}")
+    panel.legend()
 
 
 def draw_penalty(figure):
     """Solved against other skills for several coefficients: each seed, and the mean."""
     panel = figure.subplots()
-    groups = [run for run in runs_of("kl_divergences") if kind_of_kl(run[0]) in ("", "k3")]
+    panel.set(xlabel="trained task: share solved", ylabel="four other skills: share solved")
+    runs = [run for run in runs_of("kl_divergences") if run[0]["KL"] in ("", "k3")]
 
-    def points(rows, moment):
-        columns = (f"solved_{moment}", f"kept_{moment}")
-        return [[100 * share for share in numbers(rows, column)] for column in columns]
+    def draw(rows, moment, color, label):
+        solved = numbers(rows, f"solved_{moment}")
+        kept = numbers(rows, f"kept_{moment}")
+        panel.plot(solved, kept, f"{color}.")
+        panel.plot(statistics.mean(solved), statistics.mean(kept), f"{color}D", label=label)
 
-    before = points([row for _, rows in groups for row in rows], "before")
-    panel.plot(*map(statistics.mean, before), "k*", markersize=13, label="before training")
-    for (settings, rows), color in zip(groups, ("C3", "C1", "C2", "C0", "C4")):
-        x, y = points(rows, "after")
-        panel.plot(x, y, "o", color=color, alpha=0.4, markersize=5)
-        label = f"kl_coef = {coefficient(settings)}"
-        if penalty(settings) == "off":
-            label = "no KL penalty"
-        mean = statistics.mean(x), statistics.mean(y)
-        panel.plot(*mean, "D", color=color, markersize=9, label=label)
-    panel.set(xlabel="trained task: solved, %", ylabel="four other skills: solved, %")
-    return "mean, and each of five seeds"
-
-
-def draw_figures():
-    from matplotlib.figure import Figure
-
-    for name, draw in (("learning", draw_learning), ("kl_penalty", draw_penalty)):
-        figure = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
-        title = draw(figure)
-        for panel in figure.axes:
-            panel.grid(alpha=0.3)
-        figure.legend(loc="outside right center", frameon=False, title=title)
-        figure.savefig(REPOSITORY / "lab" / "figures" / f"{name}.png")
+    draw([row for _, rows in runs for row in rows], "before", "k", "before training")
+    for i, (settings, rows) in enumerate(runs):
+        draw(rows, "after", f"C{i}", f"kl_coef = {settings['kl_coef']}")
+    panel.legend()
 
 
 if __name__ == "__main__":
-    if "--console" in sys.argv:
-        write_console()
     if "--figures" in sys.argv:
-        draw_figures()
+        from matplotlib.figure import Figure
+
+        for name, draw in (("learning", draw_learning), ("kl_penalty", draw_penalty)):
+            figure = Figure(figsize=(9, 3.4), layout="constrained")
+            draw(figure)
+            figure.savefig(REPOSITORY / "lab" / "figures" / f"{name}.png")
     for page in PAGES:
-        before = page.read_text("utf-8")
-        after = with_tables(before)
-        if after != before:
-            page.write_text(after, "utf-8")
-            print(f"{page.relative_to(REPOSITORY)}: new numbers")
+        page.write_text(with_tables(page.read_text("utf-8")), "utf-8")
