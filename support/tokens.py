@@ -29,12 +29,9 @@ def find_stop_tokens(policy, tokenizer):
     ids = tokenizer("1")["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:
         print("the tokenizer ends each text with EOS: it is taken off the prompts")
-    if ids[0] == tokenizer.bos_token_id:
-        prompt = starter.ids_of_prompt("1", tokenizer, False)
-        if prompt[0] != ids[0]:
-            print(
-                "the tokenizer begins a text with BOS, the chat template does not: no BOS is read"
-            )
+    prompt = starter.ids_of_prompt("1", tokenizer, False)
+    if prompt[0] != ids[0] == tokenizer.bos_token_id:
+        print("the tokenizer begins a text with BOS, the chat template does not: no BOS is read")
     return stop_tokens
 
 
