@@ -1,12 +1,9 @@
 """Tokens at the ends of prompts and responses. Each case is the built-in model with another
 tokenizer, which must solve what it solves as it is shipped."""
 
-import functools
 import importlib.util
 import json
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -83,26 +80,25 @@ def before_training(folder, change, engine):
     return result["before"]["solved"], result["before"]["response_length"]
 
 
-@functools.cache
-def expected(engine):
-    with tempfile.TemporaryDirectory() as folder:
-        return before_training(Path(folder), as_shipped, engine)
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
 
 
-def check(folder, capsys, change, engine):
-    assert expected(engine)[0] > 0.2
-    capsys.readouterr()
-    assert before_training(folder, change, engine) == expected(engine)
+@pytest.fixture(
+    scope="module",
+    params=["transformers", pytest.param("vllm", marks=[pytest.mark.slow, needs_vllm])],
+)
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(engine, tmp_path_factory):
+    solved, length = before_training(tmp_path_factory.mktemp("shipped"), as_shipped, engine)
+    assert solved > 0.2
+    return solved, length
+
+
+@pytest.mark.parametrize("change", CASES)
+def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, engine, change):
+    assert before_training(tmp_path, change, engine) == expected
     assert CASES[change] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)
-def test_other_tokenizer_solves_as_much(tmp_path, capsys, change):
-    check(tmp_path, capsys, change, "transformers")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
-@pytest.mark.parametrize("change", [tags_are_special, eos_ends_a_document, eos_ends_each_text])
-def test_other_tokenizer_solves_as_much_with_vllm(tmp_path, capsys, change):
-    check(tmp_path, capsys, change, "vllm")
