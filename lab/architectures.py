@@ -1,7 +1,6 @@
 """Is starter.py right for an architecture? Asked of every causal language model of transformers.
 
-    python -m lab.architectures              writes lab/results/architectures.csv, in half an hour
-    python -m lab.architectures gemma2 rwkv  prints the rows whose names begin like this
+    python -m lab.architectures      writes lab/results/architectures.csv, in half an hour
 
 Each is a small model with random weights (lab/small_models.py). It is saved, loaded by
 starter.init_policy, and compared with its own forward pass (eager attention, one row at a time, no
@@ -11,10 +10,7 @@ support/, with adapters, and with gradient checkpointing. tests/test_architectur
 
 import multiprocessing
 import random
-import sys
 import tempfile
-import traceback
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,12 +34,9 @@ def make_case(name, folder):
     save_tokenizer(folder / "start")
     # In transformers 5.19 the eager attention of Falcon adds ALiBi twice.
     own.set_attn_implementation("sdpa" if name == "falcon (alibi)" else "eager")
-    policy, tokenizer = starter.init_policy(folder / "start", "cpu")
+    policy, _ = starter.init_policy(folder / "start", "cpu")
     rng = random.Random(1)
     prompts = [token_ids(rng, n) for n in (3, 7, 7, 12, 20)]
-    texts = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
-    if len(starter.with_prompt_ids(texts, policy, tokenizer, CFG)) < len(prompts):
-        raise starter.InputError("some prompts do not fit into the model's context")
     models.check_reading(policy, prompts, CFG)
     responses = []
     for prompt, n in zip(prompts * 2, (12, 5, 9, 1, 3, 12, 2, 12)):
@@ -157,7 +150,7 @@ MODES = {
 
 
 # 2. Verdicts.  A name, a mode -> "right"; "refused", with the sentence; "wrong", and where; "not
-# built"; and the differences.
+# built".
 
 
 def examine(name, mode):
@@ -167,54 +160,42 @@ def examine(name, mode):
             case = make_case(name, Path(folder))
             MODES[mode](case)
         except starter.InputError as error:
-            return "refused", str(error).replace(f"{folder}/", ""), {}
+            return "refused", str(error).replace(f"{folder}/", "")
         except Exception as error:
-            return "not built", sentence(error), {}
-        found = {}
+            return "not built", repr(error)
         wrong = []
         for check, limit in CHECKS.items():
             if check is gradients and mode == "LoRA":  # tests/test_lora.py
                 continue
             try:
                 largest = check(case).abs().max().item()
-                found[check.__name__] = f"{largest:.1e}"
-                assert largest <= limit
+                assert largest <= limit, largest
             except Exception as error:
-                wrong.append(f"{check.__name__}: {sentence(error)}")
-    return "wrong" if wrong else "right", "; ".join(wrong), found
-
-
-def sentence(error):
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
+                wrong.append(f"{check.__name__}: {error!r}")
+    return "wrong" if wrong else "right", "; ".join(wrong)
 
 
 def row_of(name, mode):
     """Returns the row of examine(name, mode), in a process that is ended after SECONDS."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         try:
-            verdict, where, found = pool.apply_async(examine, (name, mode)).get(SECONDS)
+            verdict, where = pool.apply_async(examine, (name, mode)).get(SECONDS)
         except multiprocessing.TimeoutError:
-            verdict, where, found = "wrong", f"it takes more than {SECONDS} s, or crashes", {}
-    row = {"name": name, "mode": mode, "verdict": verdict, "where": where}
-    row |= {check.__name__: found.get(check.__name__, "") for check in CHECKS}
-    return row | {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def main(wanted):
-    rows = []
-    for name in sorted(ROWS):
-        if not wanted or name.startswith(wanted):
-            for mode in MODES:
-                rows.append(row_of(name, mode))
-                print(*rows[-1].values(), sep=" | ", flush=True)
-    if not wanted:
-        write_csv("architectures", rows)
+            verdict, where = "wrong", f"it takes more than {SECONDS} s, or crashes"
+    return {
+        "name": name,
+        "mode": mode,
+        "verdict": verdict,
+        "where": where,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    main(tuple(sys.argv[1:]))
+    rows = []
+    for name in sorted(ROWS):
+        for mode in MODES:
+            rows.append(row_of(name, mode))
+            print(*rows[-1].values(), sep=" | ", flush=True)
+    write_csv("architectures", rows)

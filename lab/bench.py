@@ -195,7 +195,7 @@ def quickest_rows(settings, choices):
 def measure(parts, size, dtype, kl):
     """Returns a row: a step of ours beside one of TRL's."""
     shape, new_tokens, choices = SIZES[size]
-    seconds = {"ours": [], "trl": []}
+    seconds = {"starter.py": [], "TRL 1.16": []}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
         settings = dict(
@@ -218,15 +218,13 @@ def measure(parts, size, dtype, kl):
             code = folder
         rows = quickest_rows(settings, choices)
         for _ in range(ROUNDS):
-            seconds["ours"] += seconds_of(train_ours, settings, code)
-            seconds["trl"] += seconds_of(train_with_trl, settings, rows)
-    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl, "trl_rows_at_once": rows}
+            seconds["starter.py"] += seconds_of(train_ours, settings, code)
+            seconds["TRL 1.16"] += seconds_of(train_with_trl, settings, rows)
+    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
     medians = []
     for side, steps in seconds.items():
         medians.append(statistics.median(steps))
-        row[f"{side}_s"] = f"{medians[-1]:.3f}"
-        row[f"{side}_min_s"] = f"{min(steps):.3f}"
-        row[f"{side}_max_s"] = f"{max(steps):.3f}"
+        row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
     row["ratio"] = f"{medians[1] / medians[0]:.2f}"
     return {**row, **where()}
 

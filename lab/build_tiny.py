@@ -1,7 +1,7 @@
 """Builds the built-in model of support/tiny/: a 0.6M-parameter Qwen3 in bf16, trained from scratch
 on Countdown and four other skills.
 
-    python -m lab.build_tiny [folder]      a few minutes on one CPU core
+    python -m lab.build_tiny      a few minutes on one CPU core
 
 It is a warm start for GRPO. It has room to learn: two in five Countdown answers that it was shown
 multiply the numbers as they stand, right or wrong, as a careless corpus would. It has something to
@@ -14,8 +14,6 @@ processor.
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import starter
 from support import tasks
@@ -91,8 +89,8 @@ def make_examples(n):
         pairs.append((problem["prompt"], answer))
     for skill in SKILLS:
         problems = make_skill(skill, 6000, held_out=False)
-        chosen = rng.choices(problems, k=round(n * 0.4 / len(SKILLS)))
-        pairs += [(problem["prompt"], problem["answer"]) for problem in chosen]
+        for problem in rng.choices(problems, k=round(n * 0.4 / len(SKILLS))):
+            pairs.append((problem["prompt"], problem["answer"]))
     rng.shuffle(pairs)
     return pairs
 
@@ -118,7 +116,7 @@ def fit(model, ids, labels):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 1 - step / STEPS)
     )
-    for step, rows in enumerate(torch.arange(len(ids)).split(BATCH_SIZE)[:STEPS]):
+    for rows in torch.arange(len(ids)).split(BATCH_SIZE):
         logits = model(input_ids=ids[rows]).logits  # (B, T, V); right padding needs no mask
         loss = F.cross_entropy(logits.flatten(0, 1), labels[rows].flatten())
         loss.backward()
@@ -126,11 +124,9 @@ def fit(model, ids, labels):
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 150 == 0:
-            print(f"  step {step} of {STEPS} | loss {loss.item():.3f}", flush=True)
 
 
-def build(folder=tasks.TINY):
+def build(folder):
     """Builds the checkpoint in folder. starter.py tells what it can do before the first step."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
@@ -148,16 +144,16 @@ def build(folder=tasks.TINY):
             max_position_embeddings=256,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
         )
     )
     fit(model, ids, labels)
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    problems = [problem for skill in SKILLS for problem in make_skill(skill, 125, held_out=True)]
-    lines = [json.dumps(problem) + "\n" for problem in problems]
-    Path(folder, "retention.jsonl").write_text("".join(lines), "utf-8")
+    with open(f"{folder}/retention.jsonl", "w") as file:
+        for skill in SKILLS:
+            for problem in make_skill(skill, 125, held_out=True):
+                file.write(json.dumps(problem) + "\n")
 
 
 if __name__ == "__main__":
-    build(*sys.argv[1:2])
+    build(tasks.TINY)

@@ -84,11 +84,12 @@ def child(settings):
     starter.main(task=sums, reward=noisy_variety, **settings)
 
 
-def run(settings, code, processes, kill=None):
-    """Runs main(**settings) with the starter.py of the folder `code`. kill: (how a line that is
-    printed begins, seconds after it). Returns the exit status and what was printed."""
+def run(settings, code, parallel=False, kill=None):
+    """Runs main(**settings) with the starter.py in the folder `code`. parallel: in two processes.
+    kill: (how a line that is printed begins, seconds after it). Returns the exit status and what
+    was printed."""
     command = [sys.executable, "-m", "lab.crash_test", "child", json.dumps(settings)]
-    if processes > 1:
+    if parallel:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     path = os.pathsep.join([str(code), str(REPOSITORY)])
     process = subprocess.Popen(
@@ -133,10 +134,7 @@ def outcome(folder):
     files = run_folder.glob("model/*.safetensors")
     model = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     checkpoint = torch.load(max(run_folder.glob("checkpoint_*.pt")), weights_only=True)
-    return {
-        "saved": compared({**model, **checkpoint}),
-        "logged": compared(read_log(run_folder)),
-    }
+    return compared({**model, **checkpoint, **read_log(run_folder)})
 
 
 def kill_runs(name, folder):
@@ -151,11 +149,10 @@ def kill_runs(name, folder):
 
     def one(trial, kill=None, resume=None):
         given = {**settings, "out_dir": f"{folder}/{trial}/runs", "resume": resume}
-        return run(given, code, 2 if name == "processes" else 1, kill)
+        return run(given, code, name == "processes", kill)
 
     status, printed = one("whole")
-    if status != 0:
-        sys.exit(printed)
+    assert status == 0, printed
     whole = outcome(folder / "whole")
     seconds_of_steps = re.findall(r"\| ([\d.]+) s", printed)
     for number in range(n_kills):
@@ -168,7 +165,6 @@ def kill_runs(name, folder):
         yield {
             "engine": settings["engine"],
             "parts": parts,
-            "kill": number,
             "same_bits": is_same and status == -signal.SIGKILL,
         }
 

@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 
-from lab import architectures
+from lab.architectures import MODES
 from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, read_csv
 
@@ -118,7 +118,7 @@ def penalty_table():
     return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
 
 
-def machine_table():
+def machines_table():
     lines = []
     for settings, rows in runs_of("machines") + runs_of("machines_amx"):
         environment = settings["environment"]
@@ -136,12 +136,12 @@ def machine_table():
     return table([*headers, "solved, %, seed by seed", "other skills, %"], lines)
 
 
-def coefficient_table():
+def coefficients_table():
     runs = [run for run in runs_of("kl_divergences") if run[0]["KL"] in ("", "exact")]
     return run_table(runs, ["kl_coef"], before_training=True)
 
 
-def divergence_table():
+def divergences_table():
     runs = []
     for settings, rows in runs_of("kl_divergences"):  # those of "exact" are in README_KL.md
         if settings["KL"] != "exact" and settings["kl_coef"] in ("off", "0.3", "1"):
@@ -151,26 +151,23 @@ def divergence_table():
     return run_table(runs, ["KL", "kl_coef"], measured, before_training=True)
 
 
-def method_table():
+def methods_table():
     return run_table(runs_of("kl"), ["kl_adaptation_method", "KL"])
 
 
-def recipe_table():
+def recipes_table():
     runs = runs_of("recipes")
     for settings, _ in runs:
-        names = [settings.get("recipe", "starter.py")]
-        for name in ("epochs_per_rollout", "loss_average"):
-            if name in settings:
-                names.append(f"`{name}={settings[name]}`")
-        settings["recipe"] = ", ".join(names)
+        names = ("epochs_per_rollout", "loss_average")
+        others = [f"`{name}={settings[name]}`" for name in names if name in settings]
+        settings["recipe"] = ", ".join([settings.get("recipe", "starter.py"), *others])
     return run_table(runs, ["recipe", "KL penalty"])
 
 
 def smollm2_table():
     runs = runs_of("smollm2")
     for settings, _ in runs:
-        is_lora = "lora_rank" in settings
-        settings["what learns"] = "LoRA 16" if is_lora else "all weights"
+        settings["what learns"] = "LoRA 16" if "lora_rank" in settings else "all weights"
     measured = [
         MEASURED[0],
         ("questions kept, %", "kept_after", ".0%"),
@@ -224,23 +221,22 @@ def gradient_cell(rows):
     return f"cosine {cosine:.2f}" if cosine < 0.995 else f"cosine {cosine:.3f}"
 
 
-def gradient_table():
+def gradients_table():
     names = ["policy", "sampled by", "estimator", "gradient", "placement"]
     groups = grouped(read_csv("kl_gradients"), *names)
     lines = []
     for setting, use in USES.items():
         estimators, gradient, placement = setting.split(" | ")
-        estimator = estimators.partition(",")[0]
+        of_setting = (estimators.partition(",")[0], gradient, placement)
         cells = []
         for column in GRADIENT_COLUMNS.values():
-            rows = groups[*column, estimator, gradient, placement]
-            cells.append(gradient_cell(rows))
+            cells.append(gradient_cell(groups[*column, *of_setting]))
         lines.append([setting, *cells, use])
     headers = ["`kl_estimator`", "`kl_gradient`", "`kl_in`", *GRADIENT_COLUMNS, "use"]
     return table(headers, lines)
 
 
-def mistake_table():
+def mistakes_table():
     """Penalties as published code has them, and what they do."""
     lines = []
     for row in read_csv("kl_mistakes"):
@@ -265,15 +261,15 @@ def explosion_table():
 # 3. Of lab.architectures, lab.crash_test, lab.bench, lab.race, lab.mutation and lab.gpu.
 
 
-def architecture_table():
+def architectures_table():
     """How many model types are right in each mode, and which are not in some."""
     lines = []
     for (verdict,), rows in sorted(grouped(read_csv("architectures"), "verdict").items()):
         modes = [row["mode"] for row in rows]
-        counts = [modes.count(mode) for mode in architectures.MODES]
+        counts = [modes.count(mode) for mode in MODES]
         names = dict.fromkeys(f"`{row['name']}`" for row in rows)
         lines.append([verdict, *counts, "" if verdict == "right" else ", ".join(names)])
-    return table(["verdict", *architectures.MODES, "which, in some mode"], lines)
+    return table(["verdict", *MODES, "which, in some mode"], lines)
 
 
 def count_table(name, columns, counted, headers):
@@ -285,29 +281,26 @@ def count_table(name, columns, counted, headers):
     return table([*columns, *headers], lines)
 
 
-def kill_table():
+def kills_table():
     """Runs that were killed and resumed."""
     headers = ["killed", "ended with the same bits"]
     return count_table("kills", ["engine", "parts"], "same_bits", headers)
 
 
-def mutant_table():
+def mutants_table():
     """How many mutants of each section the quick tests see."""
     return count_table("mutation", ["section"], "seen", ["mutants", "seen"])
 
 
 def speed_table():
     """A step of starter.py, with support/ and alone, and of TRL's, in turns."""
-    columns = ["with", "model", "dtype", "KL penalty"]
+    kind = ["with", "model", "dtype", "KL penalty"]
+    columns = [*kind, "starter.py, s", "TRL 1.16, s", "ratio"]
     lines = []
-    for case, rows in grouped(read_csv("bench"), *columns).items():
+    for rows in grouped(read_csv("bench"), *kind).values():
         newest = rows[-1]
-        times = []
-        for side in ("ours", "trl"):
-            least, most = newest[f"{side}_min_s"], newest[f"{side}_max_s"]
-            times.append(f"{newest[f'{side}_s']} ({least}–{most})")
-        lines.append([*case, *times, newest["ratio"]])
-    return table([*columns, "starter.py, s", "TRL 1.16, s", "ratio"], lines)
+        lines.append([newest[column] for column in columns])
+    return table(columns, lines)
 
 
 def race_table():
@@ -315,7 +308,7 @@ def race_table():
     return table(headers, race_lines("tiny"))
 
 
-def memory_table():
+def gpus_table():
     """By the formula of support/memory.py."""
     groups = grouped(read_csv("gpus"), "settings")
     lines = []
@@ -336,7 +329,7 @@ GPU = {  # header: column
 }
 
 
-def run_on_gpu_table():
+def gpu_table():
     """Runs on one GPU, sampled by transformers and by vLLM."""
     lines = []
     for sampler, name in (("transformers", "gpu"), ("vLLM", "gpu_vllm")):
@@ -349,37 +342,45 @@ def run_on_gpu_table():
 # 4. The pages.
 
 
-def console():
+def off_console():
     """How the output of starter.py begins and ends."""
     return f"```text\n{(RESULTS / 'console_off.txt').read_text()}```"
 
 
 TABLES = {
-    "off": console,
-    "penalty": penalty_table,
-    "machines": machine_table,
-    "coefficients": coefficient_table,
-    "divergences": divergence_table,
-    "methods": method_table,
-    "recipes": recipe_table,
-    "smollm2": smollm2_table,
-    "gradients": gradient_table,
-    "mistakes": mistake_table,
-    "explosion": explosion_table,
-    "architectures": architecture_table,
-    "kills": kill_table,
-    "mutants": mutant_table,
-    "speed": speed_table,
-    "race": race_table,
-    "gpus": memory_table,
-    "gpu": run_on_gpu_table,
+    function.__name__: function
+    for function in (
+        off_console,
+        penalty_table,
+        machines_table,
+        coefficients_table,
+        divergences_table,
+        methods_table,
+        recipes_table,
+        smollm2_table,
+        gradients_table,
+        mistakes_table,
+        explosion_table,
+        architectures_table,
+        kills_table,
+        mutants_table,
+        speed_table,
+        race_table,
+        gpus_table,
+        gpu_table,
+    )
 }
-BLOCK = re.compile(r"(<!-- \w+: (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
+BLOCK = re.compile(r"(<!-- (\w+): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 
 
 def with_tables(text):
-    """Returns a page with each block made from lab/results."""
-    return BLOCK.sub(lambda block: f"{block[1]}{TABLES[block[2]]()}\n{block[3]}", text)
+    """Returns a page with each block made from lab/results, by the function of its name."""
+
+    def fresh(block):
+        make = TABLES[f"{block[3]}_{block[2]}"]
+        return f"{block[1]}{make()}\n{block[4]}"
+
+    return BLOCK.sub(fresh, text)
 
 
 # 5. The figures of README.md.

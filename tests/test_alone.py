@@ -30,10 +30,10 @@ def alone(tmp_path):
 def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
     given = crash_test.SETTINGS | {"model_id": str(checkpoint), "kl_adaptation_method": "none"}
     killed, whole = (given | {"out_dir": str(alone / name / "runs")} for name in "ab")
-    status, _ = crash_test.run(killed, alone, 1, kill=("Step 3 ", 0.0))
+    status, _ = crash_test.run(killed, alone, kill=("Step 3 ", 0.0))
     assert status == -signal.SIGKILL
     for settings in (killed | {"resume": True}, whole):
-        status, printed = crash_test.run(settings, alone, 1)
+        status, printed = crash_test.run(settings, alone)
         assert status == 0, printed
         assert (" after step 2\n" in printed) == ("resume" in settings)
         assert "support/ is not here" in printed
