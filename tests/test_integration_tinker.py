@@ -141,9 +141,9 @@ def test_loss_and_gradient_through_the_sdk_equal_those_of_starter(kl):
         tinker_kl.compute_grpo_kl_loss,
         kl_coef=0.5,
         kl=kl,
-        advantages=advantages.tolist(),
-        old_logprobs=[x.tolist() for x in old],
-        ref_logprobs=[x.tolist() for x in ref],
+        advantages=advantages,
+        old_logprobs=old,
+        ref_logprobs=ref,
     )
     local = LocalTrainingClient()
     datums = tinker_kl.make_datums(PROMPTS, RESPONSES)
@@ -194,21 +194,18 @@ def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
     loss_fn = functools.partial(
         tinker_kl.compute_grpo_kl_loss, kl_coef=0, advantages=advantages, old_logprobs=old
     )
-    optimizers = [
-        torch.optim.AdamW(client.model.parameters(), 0.05) for client in (built_in, custom)
-    ]
+    parameters = [built_in.model.weight, custom.model.weight]
+    optimizer = torch.optim.AdamW(parameters, 0.05)
     for _ in range(3):
         built_in.forward_backward(ppo_datums, "ppo", tinker_kl.ppo_loss_fn_config(0.2)).result()
         result = custom.forward_backward_custom(
             tinker_kl.make_datums(PROMPTS, RESPONSES), loss_fn
         ).result()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert result.metrics["clip_frac"] > 0
-    trained = built_in.model.weight
-    assert torch.equal(trained, custom.model.weight)
-    assert not torch.equal(trained, small_model(1).weight)
+    assert torch.equal(*parameters)
+    assert not torch.equal(parameters[0], small_model(1).weight)
 
 
 def test_datums_hold_what_the_service_accepts_and_survive_the_wire_format():
@@ -254,9 +251,7 @@ def test_reference_logprobs_are_aligned_with_the_response():
 
 def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
     _, old, ref, advantages = tensors()
-    found = tinker_kl.advantages_with_kl(
-        advantages.tolist(), [x.tolist() for x in old], [x.tolist() for x in ref], kl_coef=0.3
-    )
+    found = tinker_kl.advantages_with_kl(advantages, old, ref, kl_coef=0.3)
     for row, a, x, y in zip(found, advantages.tolist(), old, ref):
         d = (x - y).tolist()
         assert row == pytest.approx([a - 0.3 * sum(d[t:]) for t in range(len(d))], abs=1e-6)
