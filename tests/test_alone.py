@@ -65,7 +65,9 @@ def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
 )
 def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name, value):
     monkeypatch.setattr(starter, "find_support", lambda: None)
-    cfg = starter.cfg_with(engine="transformers", rollout_batch_size=16)
+    cfg = starter.cfg_with(
+        engine="transformers", rollout_batch_size=16, kl_adaptation_method="target+clip"
+    )
     starter.check_settings(cfg)
     setattr(cfg, name, value)
     with pytest.raises(starter.InputError, match=name):
