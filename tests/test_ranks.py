@@ -34,21 +34,32 @@ WITH_KL = dict(use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_so
 ADAPTERS = dict(WITH_KL, lora_rank=4, learning_rate=1e-2)
 FP16 = dict(precision="fp16", learning_rate=1e-12, n_train_steps=12)
 LARGE_SCALE = 2.0**22  # of a loss; the first gradients overflow
-EXACT = dict(use_kl_penalty=True, kl_coef=0.1, kl_estimator="exact", kl_in="loss_to_go")
+EXACT = dict(
+    use_kl_penalty=True,
+    kl_coef=0.1,
+    kl_estimator="exact",
+    kl_in="loss_to_go",
+    gradient_checkpointing=True,
+)
 CASES = {  # name: (checkpoint, changes of the run)
     "tied": ({}, WITH_KL),
-    "untied": (dict(family="Llama", tie=False), WITH_KL),
     "adapters": ({}, ADAPTERS),
-    "gradient checkpointing": ({}, dict(WITH_KL, gradient_checkpointing=True)),
     "uneven shares": ({}, dict(EXACT, rollout_batch_size=12, n_eval_problems=7)),
     "a process without a prompt": ({}, dict(WITH_KL, rollout_batch_size=4, n_eval_problems=1)),
     "rows that are left out": ({}, dict(reward="rare")),
     "a process without a row": ({}, dict(reward="equal")),
-    "Mixtral": (dict(family="Mixtral", num_local_experts=4), WITH_KL),
+    "Mixtral, untied": (dict(family="Mixtral", num_local_experts=4, tie=False), WITH_KL),
 }
 if importlib.util.find_spec("vllm") is not None:
     CASES["vLLM"] = ({}, dict(WITH_KL, engine="vllm"))
     CASES["vLLM, adapters"] = ({}, dict(ADAPTERS, engine="vllm"))
+
+
+slow = pytest.mark.slow
+
+
+def of_both(test):
+    return slow(pytest.mark.parametrize("name", ["tied", "adapters"])(test))
 
 
 def reward_named(name):
@@ -182,7 +193,7 @@ def assert_same_run(first, second):
     torch.testing.assert_close(*weights, rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_run_of_one(folder, name):
     checkpoint, one = folder / name / "checkpoint", folder / name / "one"
@@ -190,14 +201,12 @@ def test_two_processes_have_the_run_of_one(folder, name):
     assert_same_run(one, folder / name / "two")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "adapters"])
+@of_both
 def test_killed_run_of_two_processes_goes_on_with_the_same_bits(folder, name):
     assert outcome(folder / name / "killed") == outcome(folder / name / "two")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "adapters"])
+@of_both
 def test_checkpoint_does_not_depend_on_the_number_of_processes(folder, name):
     assert_same_run(folder / name / "two", folder / name / "begun by one")
     begun_by_two = folder / name / "begun by two"
@@ -208,15 +217,13 @@ def test_checkpoint_does_not_depend_on_the_number_of_processes(folder, name):
     assert_same_run(folder / name / "two", begun_by_two)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "adapters"])
+@of_both
 def test_signal_to_one_process_ends_all_after_the_same_step(folder, name):
     checkpoints = run_folder_in(folder / name / "interrupted").glob("checkpoint_*")
     assert max(checkpoints).name == "checkpoint_00000003.pt"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "adapters"])
+@of_both
 def test_loss_scale_of_fp16_falls_in_all_processes_alike(folder, name):
     """Otherwise gradients of several scales would be added up. The weights hardly move."""
     changes = {**CASES[name][1], **FP16, "precision": "float32"}
@@ -230,7 +237,7 @@ def test_loss_scale_of_fp16_falls_in_all_processes_alike(folder, name):
     assert finite == pytest.approx({step: exact[step] for step in finite}, rel=0.1)
 
 
-@pytest.mark.slow
+@slow
 def test_error_in_one_process_ends_all_of_both_nodes(checkpoint, tmp_path):
     runs = [(str(checkpoint), str(tmp_path), {"reward": "fails"})]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
@@ -241,7 +248,7 @@ def test_error_in_one_process_ends_all_of_both_nodes(checkpoint, tmp_path):
     assert "RunStopped: another process of this run has ended" in errors, errors
 
 
-@pytest.mark.slow
+@slow
 def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_path):
     command = [REPOSITORY / "starter.py", f"--out_dir={tmp_path}", f"--model_id={checkpoint}"]
     command += "--task=countdown_small --device=cpu --engine=transformers".split()
