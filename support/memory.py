@@ -89,7 +89,7 @@ def free_gb(cfg):
             free -= cfg.gpu_mem_util * (total if cfg.gpu_mem_util < 1 else 1e9)
         return free / 1e9
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = Path("/proc/meminfo").read_text("utf-8")
     except FileNotFoundError:
         return math.inf
     return int(re.search(r"MemAvailable:\s*(\d+) kB", text)[1]) * 1024 / 1e9
