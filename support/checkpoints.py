@@ -17,7 +17,11 @@ OPTIONS = StateDictOptions(
 
 def checkpoint_of(policy, optimizer):
     """Like starter.checkpoint_of, without the weights that do not learn."""
+    has_moments = len(optimizer.state) > 0
     model, moments = get_state_dict(policy, optimizer, options=OPTIONS)
+    if not has_moments:  # before the first update torch would make some, which count as one
+        optimizer.state.clear()
+        moments = {}
     return {"model": model, "optimizer": moments}
 
 
@@ -31,6 +35,8 @@ def load_checkpoint(policy, optimizer, saved):
         optim_state_dict=saved["optimizer"],
         options=OPTIONS,
     )
+    if not saved["optimizer"]:
+        optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, settings):
         group.update(values)
 

@@ -51,9 +51,6 @@ def add_adapters(policy, cfg):
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
-    stacks = {name.split(".", 3)[-1] for name, p in policy.named_parameters() if p.dim() > 2}
-    if stacks:
-        print(f"LoRA does not reach {', '.join(sorted(stacks))}: they stay as they are")
     edits.wrap(weights_by_name=merged_weights)
     if cfg.use_kl_penalty:
         return Within(policy, without_adapters)

@@ -101,14 +101,12 @@ def test_family_is_right_with_support(name, tmp_path):
 
 
 @EACH_FAMILY
-def test_family_is_right_with_adapters(name, tmp_path, capsys):
+def test_family_is_right_with_adapters(name, tmp_path):
     """The saved model, too, after its adapters have moved. Of the gradients tests/test_lora.py."""
     pytest.importorskip("peft")
     case = A.make_case(name, tmp_path)
     cfg = starter.cfg_with(lora_rank=4, use_kl_penalty=True)
     reference = lora.add_adapters(case.policy, cfg)
-    if name == "qwen3_moe":
-        assert "LoRA does not reach mlp.experts.down_proj, mlp." in capsys.readouterr().out
     assert attach(case) == (name in FITTING)
     assert_right(case, [check for check in A.CHECKS if check is not A.gradients])
     own = starter.token_statistics(case.own, case.batch, 1.0)["log_probs"]

@@ -4,6 +4,7 @@ Each fault comes from outside, by a function that is replaced while main() runs.
 starter.py alone ("alone") or with support/ ("support").
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ from lab.crash_test import noisy_variety, outcome
 from safetensors.torch import load_file
 
 import starter
+from support import checkpoints
 from starter import InputError
 from support import guards
 
@@ -332,3 +334,26 @@ def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
     result = starter.main(**given, out_dir=str(tmp_path), engine="transformers")
     rewards = list(scalars(result["run_folder"])["train/reward_mean"].values())
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03
+
+
+def test_checkpoint_before_the_first_update_changes_nothing():
+    """torch's own functions for checkpoints would count it as an update."""
+
+    def after_two_updates(begin):
+        model = torch.nn.Linear(3, 2, bias=False)
+        model.weight.data.fill_(1.0)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+        begin(model, optimizer)
+        for _ in range(2):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    saved = {}
+    expected = after_two_updates(lambda model, optimizer: None)
+    saving = after_two_updates(
+        lambda *run: saved.update(copy.deepcopy(checkpoints.checkpoint_of(*run)))
+    )
+    resumed = after_two_updates(lambda *run: checkpoints.load_checkpoint(*run, saved))
+    assert torch.equal(saving, expected) and torch.equal(resumed, expected)
