@@ -835,15 +835,15 @@ def test_evaluation_matches_hand_computed_values(monkeypatch):
     problems = [{"answer": str(i), "prompt_ids": [i]} for i in (1, 2, 3)]
     rollout = mock.Mock(return_value=[Response([], reply, [], True) for reply in replies])
     monkeypatch.setattr(starter, "rollout", rollout)
-    cfg = cfg_with(eval_temperature=0.25, reward=lambda *args: 20 * starter.reward_fn(*args))
+    cfg = cfg_with(eval_temperature=0.25, reward=lambda *args: 10 * starter.reward_fn(*args))
     metrics, samples = starter.evaluate(None, None, TOKENIZER, problems, cfg)
     expected = {
         "solved": 2 / 3,
-        "reward_mean": (20 + 2 + 0) / 3,
+        "reward_mean": (10 + 1 + 0) / 3,
         "response_length": sum(map(len, replies)) / 3,
     }
     assert metrics == pytest.approx(expected)
-    assert samples == list(zip(problems, texts, [20, 2, 0]))
+    assert samples == list(zip(problems, texts, [10, 1, 0]))
     assert rollout.call_args.args[2:] == ([[1], [2], [3]], cfg, "evaluate", 1, 0.25)
 
 
