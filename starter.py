@@ -510,7 +510,7 @@ def score(responses, problems, tokenizer, reward):
     texts = tokenizer.batch_decode(all_ids)
     group_size = len(responses) // len(problems)
     takes_response = "response" in inspect.signature(reward).parameters
-    rewards = torch.zeros(len(responses), dtype=torch.float64)
+    rewards = torch.zeros(len(responses), dtype=torch.float64)  # on the CPU
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
         if takes_response:
