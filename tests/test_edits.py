@@ -82,6 +82,23 @@ def logged_ranks_are_those_of_the_tables(run):
     return run.logged["train/rank"] == pytest.approx(means)
 
 
+class ZeroCount:
+    """A reward that is an object."""
+
+    def __call__(self, text, problem):
+        return text.count("0")
+
+
+def above_the_batch(rewards):
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def moves_by_sgd(run):
+    first, second = run.steps[:2]
+    expected = first.weights - 0.01 * first.gradient
+    return torch.allclose(second.weights, expected, rtol=0, atol=1e-6)
+
+
 class Edit(NamedTuple):
     """One edit of an idea: {a text that occurs once in starter.py: the text in its place}."""
 
@@ -92,6 +109,7 @@ class Edit(NamedTuple):
     says: str = ""  # in the log
     scale: Callable = lambda logits: logits  # (B, T, V), of policy and reference
     references: tuple = (1.0,)  # by what the weights are multiplied of those that are averaged
+    advantages: Callable = lambda rewards: advantages_by_loops(rewards, 4, 1e-6, True)
     places: int = 1  # how many it may take
 
 
@@ -243,6 +261,12 @@ longest = max(len(response.response_ids) for response in responses)
         settings=dict(reward=None),
         check=zeros_earn_but_not_in_other_skills,
     ),
+    reward_that_is_an_object=Edit(
+        {},
+        settings=dict(reward=ZeroCount()),
+        check=zeros_earn_but_not_in_other_skills,
+        places=0,
+    ),
     new_average=Edit(
         {
             "AVERAGES = {": """\
@@ -276,6 +300,14 @@ AVERAGES = {
         says="step 11: rows without an advantage are left out: False",
         places=2,
     ),
+    own_baseline=Edit(
+        {
+            BATCH: """\
+advantages = rewards - rewards.mean()
+        batch = make_batch(responses, advantages, policy.device)"""
+        },
+        advantages=above_the_batch,
+    ),
     new_parameter=Edit(
         {
             '    loss_average="dapo",': '    loss_scale=2.0,\n    loss_average="dapo",',
@@ -283,6 +315,36 @@ AVERAGES = {
         },
         lambda x: 2 * policy_loss(x),
         places=2,
+    ),
+    learning_rate_schedule=Edit(
+        {"min(1.0, step / max(1, cfg.warmup_steps))": "1 / step"},
+        check=lambda run: run.logged["train/lr"] == pytest.approx([0.01, 0.005, 0.01 / 3]),
+    ),
+    other_optimizer=Edit(
+        {
+            """\
+torch.optim.AdamW(
+        trainable,
+        cfg.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )""": "torch.optim.SGD(trainable, cfg.learning_rate)"
+        },
+        settings=dict(max_grad_norm=1e9),
+        check=moves_by_sgd,
+    ),
+    stop_after_a_token=Edit(
+        {"~torch.isin(tokens, stop_tokens)": "~torch.isin(tokens, stop_tokens) & (tokens != 33)"},
+        check=lambda run: all(ZERO not in ids[:-1] for ids in ids_of(run)),
+    ),
+    metric_of_your_own=Edit(
+        {
+            '        metrics["truncated_frac"] =': """\
+        metrics["zeros"] = sum(response.response_ids.count(33) for response in responses)
+        metrics["truncated_frac"] ="""
+        },
+        check=lambda run: sum(run.logged["train/zeros"]) == sum(ids_of(run), []).count(ZERO),
     ),
 )
 
@@ -346,7 +408,7 @@ def compare_with_loss(checkpoint, folder, name):
         x.rollout_log_probs = pad_sequence(sampled, True)
         x.lengths = torch.tensor([[len(response.response_ids)] for response in step.responses])
         x.mask = torch.arange(labels.shape[1]) < x.lengths
-        advantages = advantages_by_loops(step.rewards, 4, 1e-6, True)
+        advantages = edit.advantages(step.rewards)
         x.advantages = torch.tensor(advantages)[:, None]
         of_references = [logits_of(model, at_start * y, step.responses) for y in edit.references]
         ref_logits = sum(of_references).detach() / len(of_references)
