@@ -165,8 +165,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 def autocast(device, precision):
     """Within it the layers compute in this precision. Weights, logits and the loss are float32."""
-    dtype = DTYPES[precision]
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
 class Float32Head(torch.nn.Linear):
@@ -209,8 +208,7 @@ def find_stop_tokens(policy, tokenizer):
     stop_tokens = policy.generation_config.eos_token_id
     if not isinstance(stop_tokens, list):
         stop_tokens = [stop_tokens]
-    stop_tokens = {*stop_tokens, tokenizer.eos_token_id} - {None}
-    return sorted(stop_tokens)
+    return sorted({*stop_tokens, tokenizer.eos_token_id} - {None})
 
 
 def ids_of_prompt(prompt, tokenizer, enable_thinking):
@@ -1087,7 +1085,7 @@ class Run:
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
             print(f"resumed: {self.folder} after step {self.state['step']}")
-        if self.cfg.resume and self.state["step"] == 0:
+        if self.cfg.resume and not self.state["step"]:
             print(f"{self.folder} has no checkpoint of a step: it begins anew")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
@@ -1525,9 +1523,9 @@ def test_step():
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
     batch = make_batch(responses, advantages, "cpu")
     batch["weights"] = weights_of_tokens(batch, cfg)
-    before = [log_prob_by_hand(policy, response).item() for response in responses]
+    before = torch.stack([log_prob_by_hand(policy, response) for response in responses])
     ours = token_statistics(policy, batch, 1.0)["log_probs"].sum(dim=1)
-    torch.testing.assert_close(ours, torch.tensor(before), rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours, before, rtol=0, atol=1e-3)
     gradients = []
     for max_tokens in (100, 1):
         policy.zero_grad()
@@ -1556,8 +1554,16 @@ def test_functions():
 
 
 def value_of(text):
-    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "false" -> False. Other values stay texts."""
-    words = {"inf": math.inf, "true": True, "false": False}
+    """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. Other values stay texts."""
+    words = {
+        "inf": math.inf,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -14,7 +14,7 @@ LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
 RUN = {}  # of this process: the policy's parameters, and the mean length of a prompt
 
 # Operations a second in 16 bits with float32 sums, from the makers' data sheets
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12}
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "T4": 65e12}
 
 
 def compile_layers(model):
@@ -26,8 +26,7 @@ def compile_layers(model):
 def compile_statistics():
     """Compiles what is computed from the logits, as it stands in starter.py, of more tokens at a
     time. Its backward pass may not change the setting of TF32, which nothing needs any more."""
-    statistics = torch.compile(starter.statistics_of_logits, dynamic=True)
-    edits.wrap(statistics_of_logits=statistics)
+    edits.wrap(statistics_of_logits=torch.compile(starter.statistics_of_logits, dynamic=True))
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     fast.LOGITS_AT_ONCE["cuda"] = 4 * starter.LOGITS_AT_ONCE
 
@@ -38,8 +37,8 @@ def enlarge_microbatches(config, cfg):
     n = cfg.max_tokens_per_microbatch
     needed, doubled = (memory.predicted_gb(config, cfg, k) for k in (n, 2 * n))
     available = memory.free_gb(cfg) + torch.cuda.memory_allocated(cfg.device) / 1e9
-    is_preset = n == starter.PRESETS[cfg.preset].get("max_tokens_per_microbatch")
-    if is_preset and (needed + doubled) / 2 <= available:
+    of_preset = starter.PRESETS[cfg.preset].get("max_tokens_per_microbatch")
+    if n == of_preset and (needed + doubled) / 2 <= available:
         cfg.max_tokens_per_microbatch = 2 * n
 
 

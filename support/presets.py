@@ -63,8 +63,8 @@ def choose_for_gpu(cfg):
     device = torch.device("cuda" if cfg.device == "auto" else cfg.device)
     free_gb = torch.cuda.mem_get_info(device)[0] / 1e9
     for least_gb, (name, settings) in ON_GPU.items():
-        has_copy = cfg.use_kl_penalty and not settings  # with LoRA there is none
-        if free_gb >= least_gb + REFERENCE_GB * has_copy:
+        # With LoRA there is no copy
+        if free_gb >= least_gb + REFERENCE_GB * (cfg.use_kl_penalty and not settings):
             break
     cfg.preset = name
     unchanged = vars(starter.cfg_with())

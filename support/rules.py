@@ -213,8 +213,8 @@ def check_resume(run):
         new = now.get(name, old)
         if new == old or name == "resume":
             continue
-        is_moved = Path(str(new)).name == Path(str(old)).name  # a file or folder, elsewhere
-        if name in FIXED and not is_moved:
+        ends = {Path(str(x)).parts[-2:] for x in (old, new)}  # of a file or folder, elsewhere
+        if name in FIXED and len(ends) > 1:
             raise InputError(
                 f"{name} = {new!r} would break the curve of {run.folder}, which began with "
                 f"{old!r}; give that, or begin a new run without resume"

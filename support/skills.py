@@ -15,11 +15,11 @@ def attach(policy, tokenizer, cfg):
     if not path.is_file():
         return
     skills = starter.with_prompt_ids(starter.read_problems(path), policy, tokenizer, cfg)
-    prompts = [problem["prompt_ids"] for problem in skills]
     evaluate_task = starter.evaluate
 
     def evaluate(policy, llm, tokenizer, problems, cfg):
         metrics, samples = evaluate_task(policy, llm, tokenizer, problems, cfg)
+        prompts = [problem["prompt_ids"] for problem in skills]
         responses = starter.rollout(policy, llm, prompts, cfg, "skills", 1, cfg.eval_temperature)
         _, rewards = starter.score(responses, skills, tokenizer, starter.score_answer)
         is_right = (rewards >= 1).float()

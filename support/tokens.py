@@ -23,8 +23,8 @@ def end_of_turn(tokenizer):
 def find_stop_tokens(policy, tokenizer):
     """Like starter.find_stop_tokens, and the end of a turn. Says which they are, and what is done
     with the tokens that the tokenizer puts around a text."""
-    stop_tokens = {*edits.own("find_stop_tokens")(policy, tokenizer), end_of_turn(tokenizer)}
-    stop_tokens = sorted(stop_tokens - {None})
+    own = edits.own("find_stop_tokens")(policy, tokenizer)
+    stop_tokens = sorted({*own, end_of_turn(tokenizer)} - {None})
     print(f"stop tokens: {tokenizer.convert_ids_to_tokens(stop_tokens)}")
     ids = tokenizer("1")["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:

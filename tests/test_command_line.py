@@ -15,7 +15,7 @@ import starter
 GIVEN = {
     "--n_train_steps=50 --use_kl_penalty True": {"n_train_steps": 50, "use_kl_penalty": True},
     "--use_kl_penalty --kl_coef 0.1": {"use_kl_penalty": True, "kl_coef": 0.1},
-    "--use_kl_penalty false --mask_truncated true": {
+    "--use_kl_penalty no --mask_truncated on": {
         "use_kl_penalty": False,
         "mask_truncated": True,
     },

@@ -274,7 +274,7 @@ def resumed(folder, text, **began_with):
     return SimpleNamespace(cfg=cfg, folder=folder, writes_files=True)
 
 
-@pytest.mark.parametrize("text", ["--group_size 4", "--model_id other", "--task a/b.jsonl"])
+@pytest.mark.parametrize("text", ["--group_size 4", "--model_id other/tiny", "--task a/b.jsonl"])
 def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_path, text):
     run = resumed(tmp_path, text)
     assert " would break the curve" in refusal(rules.check_resume, run)
@@ -282,14 +282,15 @@ def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_pa
 
 def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):
     """The reward has another address in each process, and the model's folder has moved."""
-    began_with = dict(reward="<function reward_fn at 0x1f>", model_id="/old/tiny")
-    run = resumed(tmp_path, "--learning_rate 1e-5 --clip_range (0.2,0.3)", **began_with)
+    began_with = dict(reward="<function reward_fn at 0x1f>", model_id="/old/m/tiny")
+    text = "--learning_rate 1e-5 --clip_range (0.2,0.3) --model_id /new/m/tiny"
+    run = resumed(tmp_path, text, **began_with)
     capsys.readouterr()
     rules.check_resume(run)
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "resume: clip_range was 0.2, now it is [0.2, 0.3]",
         "resume: learning_rate was 0.0003, now it is 1e-05",
-        "resume: model_id was '/old/tiny', now it is 'tiny'",
+        "resume: model_id was '/old/m/tiny', now it is '/new/m/tiny'",
     ]
 
 
