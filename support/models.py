@@ -80,7 +80,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
             turn_dropout_off(policy)
             starter.train_checkpointed_layers(policy)
             if differ(log_probs(policy, ids), whole):
-                return "its log-probs change with gradient_checkpointing, which may be left out"
+                return "with gradient_checkpointing its log-probs change, without it perhaps not"
     if not cfg.lora_rank:  # else there may be no memory for gradients of all weights
         log_probs(policy, ids[:, : lengths[-1]])[:, 0].sum().backward()
     if checksum(policy) != weights:
