@@ -3,6 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import make_tokenizer
@@ -75,7 +76,7 @@ def write_jsonl(path, rows):
     return path
 
 
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
 ANSWER = {"role": "assistant", "content": "4"}
 
 
@@ -133,17 +134,12 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
         (b"{", "cannot be read: Expecting property name .* one whole object in JSON into each"),
         (b"[" * 100_000, "cannot be read: .*recursion"),
         (b'["prompt", "answer"]', r"is \['prompt', 'answer'\]; write an object"),
-        (
-            b'{"prompt": "a", "Answer": 1}',
-            r"the keys \['prompt', 'Answer'\], has None under 'answer",
-        ),
-        (b'{"prompt": "a", "answer": null}', "has None under 'answer'"),
+        (b'{"prompt": "a", "Answer": 1}', r"the keys \['prompt', 'Answer'\], has None under 'ans"),
         (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text, or as a prompt"),
         (b'{"prompt": "", "answer": "1"}', "has '' under 'prompt'"),
         (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "but '7 apples' is no num"),
         (b'{"prompt": "a", "answer": "5 ####"}', "has '5 ####' under 'answer'; write what"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
-        (b'{"prompt": [], "answer": "1"}', r"has \[\] under 'prompt'"),
         (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
         (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
     ],
@@ -158,67 +154,55 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
 
 def test_file_of_another_form_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(
-        InputError, match="cannot be read: 'utf-8' codec can't decode .*; write UTF"
-    ):
+    with pytest.raises(InputError, match="cannot be read: 'utf-8' codec .*; write UTF"):
         tasks.read_problems(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize(
-    "source, remedy",
-    [
-        ("countdwon", "did you mean 'countdown'?"),
-        (".", "use one of ['addition', 'countdown', 'countdown_small']"),
-    ],
-)
-def test_name_of_no_task_and_no_file_gets_the_nearest(source, remedy):
-    with pytest.raises(InputError) as error:
-        tasks.read_problems(source)
-    assert f"{source!r} is no task" in str(error.value) and remedy in str(error.value)
+def test_name_of_no_task_and_no_file_gets_the_nearest():
+    with pytest.raises(InputError, match="'countdwon' is no task.*did you mean 'countdown'?"):
+        tasks.read_problems("countdwon")
 
 
-def test_file_alone_names_the_line_that_is_wrong(tmp_path):
-    for line in ("{", "3", '{"prompt": "a"}'):
-        (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' + line)
-        with pytest.raises(InputError, match="line 2 is no JSON object with 'prompt' and 'answer'"):
-            starter.read_problems(tmp_path / "a.jsonl")
+@pytest.mark.parametrize("line", ["{", "3", '{"prompt": "a"}'])
+def test_file_alone_names_the_line_that_is_wrong(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' + line)
+    with pytest.raises(InputError, match="line 2 is no JSON object with 'prompt' and 'answer'"):
+        starter.read_problems(tmp_path / "a.jsonl")
 
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
 
 
-def put_datasets(monkeypatch, load_dataset):
+ANSWERS = [str(i) for i in range(1, 41)]
+
+
+def answers_in(source):
+    return [problem["answer"] for problem in tasks.read_problems(source)]
+
+
+def put_datasets(monkeypatch, **behaviour):
     """Stands for the library datasets, as far as it is called."""
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    library = mock.Mock(**{f"load_dataset.{name}": value for name, value in behaviour.items()})
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    return library.load_dataset
 
 
 @pytest.mark.parametrize(
-    "source, asked",
-    [
-        ("openai/gsm8k:main", ("openai/gsm8k", "main", "train")),
-        ("openai/gsm8k:main:test", ("openai/gsm8k", "main", "test")),
-        ("a/b", ("a/b", None, "train")),
-        ("a/b::test", ("a/b", None, "test")),
-    ],
+    "source, configuration, split",
+    [("a/b:main", "main", "train"), ("a/b:main:test", "main", "test"), ("a/b::test", None, "test")],
 )
-def test_name_of_a_dataset_is_its_configuration_and_split(source, asked, monkeypatch):
-    def load_dataset(name, configuration, split):
-        assert (name, configuration, split) == asked
-        return ROWS
-
-    put_datasets(monkeypatch, load_dataset)
-    problems = tasks.read_problems(source)
-    assert [problem["answer"] for problem in problems] == [str(i) for i in range(1, 41)]
+def test_name_of_a_dataset_is_its_configuration_and_split(
+    source, configuration, split, monkeypatch
+):
+    load_dataset = put_datasets(monkeypatch, return_value=ROWS)
+    assert answers_in(source) == ANSWERS
+    load_dataset.assert_called_once_with("a/b", configuration, split=split)
 
 
 def test_dataset_that_cannot_be_loaded_costs_one_sentence(monkeypatch):
     """As without a network or the library, and where a file is meant that is not there."""
-
-    def load_dataset(*name, split):
-        raise ConnectionError("Couldn't reach the hub" + "!" * 1000)
-
+    put_datasets(monkeypatch, side_effect=ConnectionError("Couldn't reach the hub" + "!" * 1000))
     message = r"no file 'a/b.csv', and .* loaded \(ConnectionError: Couldn't reach the hub.*network"
-    put_datasets(monkeypatch, load_dataset)
     with pytest.raises(InputError, match=message) as error:
         tasks.read_problems("a/b.csv")
     assert len(str(error.value)) < 600
@@ -234,8 +218,7 @@ def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    problems = tasks.read_problems("me/sums")
-    assert [problem["answer"] for problem in problems] == [str(i) for i in range(1, 41)]
+    assert answers_in("me/sums") == ANSWERS
 
 
 # From files to a step's prompts
@@ -253,22 +236,16 @@ def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     assert len(train) == 1000 and held_out == [{"prompt": "x", "answer": "1"}]
 
 
-def test_load_problems_takes_a_function():
-    sides = [{"prompt": "a"}], [{"prompt": "b", "anything": 1}]
-    cfg = SimpleNamespace(task=lambda cfg: sides, n_eval_problems=5)
-    assert starter.load_problems(cfg) == sides
-
-
 def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_out(capsys):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ':' + m.content + '.' }}{% endfor %}"
         "{{ 'think' if enable_thinking else 'answer' }}"
     )
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
-    problems = [{"prompt": chat}, {"prompt": "2+2"}, {"prompt": "2" * 50}]
-    text = SimpleNamespace(max_position_embeddings=44)
-    policy = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    problems = [{"prompt": CHAT}, {"prompt": "2+2"}, {"prompt": "2" * 50}]
+    policy = mock.Mock()
+    text = policy.config.get_text_config()
+    text.max_position_embeddings = 47
     cfg = SimpleNamespace(max_new_tokens=14, enable_thinking=True)
 
     def fitting(problems):
@@ -276,7 +253,7 @@ def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_ou
         return [tokenizer.decode(problem["prompt_ids"]) for problem in found]
 
     # The first fits exactly.
-    assert fitting(problems) == ["system:be brief.user:2+2.think", "user:2+2.think"]
+    assert fitting(problems) == ["system:be brief.user:2 + 2?.think", "user:2+2.think"]
     assert "1 of 3 prompts are left out: with max_new_tokens = 14" in capsys.readouterr().out
     text.max_position_embeddings = tokenizer.chat_template = None
     assert fitting(problems[1:]) == ["2+2", "2" * 50]
