@@ -27,8 +27,9 @@ starter.find_support()  # names of tasks, presets and KL rules of support/ are k
 
 @pytest.fixture(autouse=True)
 def plain_functions_before_and_after(monkeypatch):  # which ends later than this
-    from support import edits  # programs that use this file may have starter.py alone
+    from support import edits, report  # programs that use this file may have starter.py alone
 
+    monkeypatch.setattr(report, "draw", lambda run: None)  # a fourth of the time of a short run
     edits.restore()
     yield
     edits.restore()

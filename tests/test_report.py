@@ -11,6 +11,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import starter
 from support import report
+from support.report import draw  # fixtures replace report.draw
 
 SKILL = '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n'
 
@@ -92,7 +93,7 @@ def test_pictures_fit_into_tensorboards_grid_and_show_what_was_measured(finished
 
 def test_without_matplotlib_a_line_says_so(capsys):
     with mock.patch.dict(sys.modules, matplotlib=None):
-        report.draw(None)
+        draw(None)
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
