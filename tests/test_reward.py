@@ -139,29 +139,35 @@ def test_different_answers_do_not_solve(answer, gold):
     assert reward_of(answer, answer=gold) == 0.1 and not starter.same_answer(gold, answer)
 
 
-RIGHT = """68
-The sum of 23 and 45 is 68.
-68.0
-**68**
-23+45=68
-It is $68,
-first 67, no: 68!"""
-WRONG = """
-67
--68
-68 is 23 + 45
-168
-6 8
-68.5
-1,068
-<answer>68</answer> 1"""
+LAST_NUMBERS = """
+68 | 1
+The sum of 23 and 45 is 68. | 1
+68.0 | 1
+**68** | 1
+23+45=68 | 1
+It is $68, | 1
+first 67, no: 68! | 1
+67 | 0
+-68 | 0
+68 is 23 + 45 | 0
+168 | 0
+6 8 | 0
+68.5 | 0
+1,068 | 0
+<answer>68</answer> 1 | 0
+"""
+LONG_TEXTS = {
+    "68\n": 1,
+    "x" * 500 + " 68": 1,
+    "1 " * 500 + "68": 1,
+    "6" * 500 + "68": 0,
+    "168 " + "x" * 197: 0,
+}
 
 
-def test_last_number_is_the_answer_where_the_problem_says_so():
-    for text in (*RIGHT.split("\n"), "68\n", "x" * 500 + " 68", "1 " * 500 + "68"):
-        assert tasks.score_answer(text, LAST_NUMBER) == 1, text
-    for text in (*WRONG.split("\n"), "6" * 500 + "68", "168 " + "x" * 197):
-        assert tasks.score_answer(text, LAST_NUMBER) == 0, text
+@pytest.mark.parametrize("text, reward", [*rows_of(LAST_NUMBERS), *LONG_TEXTS.items()])
+def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
+    assert tasks.score_answer(text, LAST_NUMBER) == float(reward)
 
 
 TAGS = """
@@ -185,20 +191,19 @@ PIECES = strategies.text(max_size=9) | strategies.sampled_from(
     + ["__import__('os').abort()", "22j", "x = ", "%", "\u0663", "\uff13", "\u00b2", "\u2212"]
     + ["\u3000", "\ud800", "\U0001f600", "\U0001d7db"]
 )
-TIMES = strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4, 10**5])
+TIMES = strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4])
 
 
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=150)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=100)
 @hypothesis.given(strategies.lists(strategies.tuples(PIECES, TIMES), max_size=12))
 @hypothesis.example([("(", 200)])  # deep nesting
 @hypothesis.example([("9**", 66), ("9", 1)])  # a huge power
 @hypothesis.example([("1", 10**6)])  # a huge number
 def test_reward_of_any_text_is_a_number(pieces):
     text = "".join(piece * times for piece, times in pieces)
-    tagged = f"<answer>{text}</answer>"
     for problem in (COUNTDOWN, TEXT, LAST_NUMBER):
-        assert tasks.score_answer(text, problem) in (0.0, 0.1, 1.0)
-        assert tasks.score_answer(tagged, problem) in (0.0, 0.1, 1.0)
+        for whole in (text, f"<answer>{text}</answer>"):
+            assert tasks.score_answer(whole, problem) in (0.0, 0.1, 1.0)
 
 
 def score(texts, problems, reward):
