@@ -18,11 +18,13 @@ from starter import InputError, RunStopped
 from support import guards, ranks
 
 
+WITH_KL = dict(precision="bf16", use_kl_penalty=True, n_train_steps=3, eval_every=2)
+
+
 @pytest.fixture(scope="module")
 def watched(checkpoint, tmp_path_factory):
     """The folder of a short run with the KL penalty."""
-    folder = tmp_path_factory.mktemp("watched")
-    given = settings(checkpoint, folder, use_kl_penalty=True, n_train_steps=3, eval_every=2)
+    given = settings(checkpoint, tmp_path_factory.mktemp("watched"), **WITH_KL)
     return starter.main(**given)["run_folder"]
 
 
@@ -51,12 +53,11 @@ def is_free(folder):
     return "locked" in lock_elsewhere(folder).communicate("\n")[0]
 
 
-def test_run_at_which_another_process_works_is_refused(checkpoint, tmp_path, monkeypatch):
+def test_run_at_which_another_process_works_is_refused(checkpoint, tmp_path):
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "settings.json").write_text("{}")
     other = lock_elsewhere(tmp_path / "first")
     other.stdout.readline()
-    monkeypatch.setattr(starter, "init_policy", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(InputError, match="first is in use by another process; wait until"):
         starter.main(**settings(checkpoint, tmp_path, resume=True))
     other.communicate("\n")
@@ -143,20 +144,19 @@ def test_signal_of_another_process_ends_this_one_after_the_same_step(watch, monk
     assert looking.run.stop == 15
 
 
-@pytest.mark.parametrize("n, before", [(2, {}), (1, None)])
-def test_second_signal_or_one_in_the_first_evaluation_acts_at_once(watch, in_training, n, before):
-    watch().run.state["before"] = before
-    with pytest.raises(KeyboardInterrupt):
-        train(*[signal.SIGINT] * n)
-    assert handlers() == in_training
-
-
-def test_signal_after_a_run_that_failed_acts_at_once(watch, in_training):
-    """The next Ctrl-C in a notebook must not only print that a dead run is to stop."""
+@pytest.mark.parametrize(
+    "act, before",
+    [
+        (lambda: train(signal.SIGINT, signal.SIGINT), {}),
+        (lambda: train(signal.SIGINT), None),  # in the first evaluation
+        (lambda: os.kill(os.getpid(), signal.SIGINT), {}),  # after a run that failed, in a notebook
+    ],
+)
+def test_signal_that_is_not_the_first_in_training_acts_at_once(watch, in_training, act, before):
     watch()
-    watch()  # and one that was started again
+    watch().run.state["before"] = before  # of a run that was started again
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+        act()
     assert handlers() == in_training
 
 
@@ -189,27 +189,24 @@ def test_headline_curves_come_first_and_equal_those_they_repeat(watched):
 
 def test_text_page_has_samples_that_show_what_was_asked_and_answered(watched):
     log = log_of(watched)
-    tags = sorted(log.Tags()["tensors"])
-    assert tags == [f"samples/held_out_{i}/text_summary" for i in range(3)]
-    for tag in tags:
-        [content] = log.Tensors(tag)[-1].tensor_proto.string_val
-        text = content.decode()
+    for i in range(3):
+        last = log.Tensors(f"samples/held_out_{i}/text_summary")[-1]
+        lines = last.tensor_proto.string_val[0].decode().split("\n")
         for part in ("prompt: add ", "response: ", "reward: ", "expected answer: "):
-            assert f"    {part}" in text
+            assert any(line.startswith(f"    {part}") for line in lines)
         # Nothing is taken for markup
-        assert all(line.startswith("    ") for line in text.split("\n"))
+        assert all(line.startswith("    ") for line in lines)
 
 
-def test_run_has_the_same_bits_with_and_without_guards(checkpoint, tmp_path, capsys):
-    changes = dict(precision="bf16", use_kl_penalty=True, n_train_steps=3, eval_every=1)
-    given = settings(checkpoint, tmp_path, **changes)
-    watched = scalars(starter.main(**given)["run_folder"])
-    assert "sampler and trainer" not in capsys.readouterr().out
+def test_run_has_the_same_bits_with_and_without_guards(watched, checkpoint, tmp_path):
     with mock.patch.object(guards, "Guards", lambda run: None):
-        alone = scalars(starter.main(**given)["run_folder"])
+        result = starter.main(**settings(checkpoint, tmp_path, **WITH_KL))
+    logged, alone = scalars(watched), scalars(result["run_folder"])
     for tag in ("train/loss", "train/grad_norm", "train/kl_k1", "eval/reward_mean"):
-        assert watched[tag] == alone[tag]
-    assert "0_headline/reward" in watched and "0_headline/reward" not in alone
+        assert logged[tag] == alone[tag]
+    assert "0_headline/reward" in logged and "0_headline/reward" not in alone
+    [saved] = watched.glob("checkpoint_*.pt")
+    assert "sampler" not in torch.load(saved)["state"]["warned"]  # by the rounding of bf16
 
 
 # Warnings
@@ -279,7 +276,7 @@ def test_signs_of_trouble_in_an_evaluation(signs, step, solved, sort, reward):
 
 def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
     with mock.patch.object(guards, "step_signs", return_value=[("drift", "it drifts")]):
-        for n, resume in ((2, None), (4, True)):
+        for n, resume in ((1, None), (2, True)):
             starter.main(**settings(checkpoint, tmp_path, n_train_steps=n, resume=resume))
     assert capsys.readouterr().out.count("Warning: it drifts") == 1
 
