@@ -1017,14 +1017,15 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
 def log_train(run, step, metrics):
     """Writes the metrics of a step to TensorBoard, and a line to the console."""
     run.log("train", metrics, step)
+    steps_left = run.cfg.n_train_steps - step
     line = (
-        f"Step {step} | Loss: {metrics['loss']:.4f} | Grad norm: {metrics['grad_norm']:.4f} "
-        f"| Reward: {metrics['reward_mean']:.3f} | Equal: {metrics['frac_zero_std']:.0%} "
-        f"| Length: {metrics['response_length']:.1f} | {metrics['time/total']:.2f} s"
+        f"Step {step}/{run.cfg.n_train_steps} | Reward: {metrics['reward_mean']:.3f} "
+        f"| Equal: {metrics['frac_zero_std']:.0%} | Length: {metrics['response_length']:.1f} "
+        f"| Grad norm: {metrics['grad_norm']:.3f} | {metrics['time/total']:.2f} s, "
+        f"{steps_left * metrics['time/total'] / 60:.0f} min left"
     )
     if "kl_penalty" in metrics:
         line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
-        line += f" | beta: {metrics['adaptive_kl/current_beta']:.3g}"
     print(line, flush=True)
 
 
@@ -1571,14 +1572,14 @@ def value_of(text):
 
 
 def settings_from(arguments):
-    """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main()."""
+    """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main(). A
+    name may be cut short, as in --learning 1e-5."""
     if "--help" in arguments:
         print(inspect.getsource(main).split("\n):")[0])
-        sys.exit()
+        raise SystemExit
     parser = argparse.ArgumentParser(
-        usage="starter.py --name value ... (names: --help)",
+        usage="starter.py --name value ... (names: --help; TRL's names for them: docs/trl.md)",
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     for name in inspect.signature(main).parameters:
         # Without a value it is True, as in --use_kl_penalty
@@ -1591,7 +1592,7 @@ if __name__ == "__main__":
         settings = settings_from(sys.argv[1:])
         test_functions()
         main(**settings)
-    except (InputError, RunStopped) as error:
-        sys.exit(f"starter.py stopped: {error}")
+    except (InputError, RunStopped, FileNotFoundError) as error:
+        raise SystemExit(f"starter.py stopped: {error}")
     except KeyboardInterrupt:
-        sys.exit(130)
+        raise SystemExit(130)

@@ -159,7 +159,7 @@ def kill_runs(name, folder):
         rng = random.Random(number)
         step = rng.randint(1, SETTINGS["n_train_steps"])
         seconds = rng.uniform(0, float(seconds_of_steps[step - 1]))
-        status, _ = one(number, (f"Step {step} ", seconds))
+        status, _ = one(number, (f"Step {step}/", seconds))
         one(number, resume=True)
         is_same = outcome(folder / str(number)) == whole
         yield {

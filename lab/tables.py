@@ -6,7 +6,7 @@
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced. The output is made by
 
-    python starter.py | grep -E "^(Eval at|Step (1|150)|  solved|  retention_)" > $FILE
+    python starter.py | grep -E "^(Eval at|Step (1|150)/|  solved|  retention_)" > $FILE
 
 where FILE=lab/results/console_off.txt, with dots where lines are left out.
 """

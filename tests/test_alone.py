@@ -30,7 +30,7 @@ def alone(tmp_path):
 def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
     given = crash_test.SETTINGS | {"model_id": str(checkpoint), "kl_adaptation_method": "none"}
     killed, whole = (given | {"out_dir": str(alone / name / "runs")} for name in "ab")
-    status, _ = crash_test.run(killed, alone, kill=("Step 3 ", 0.0))
+    status, _ = crash_test.run(killed, alone, kill=("Step 3/", 0.0))
     assert status == -signal.SIGKILL
     for settings in (killed | {"resume": True}, whole):
         status, printed = crash_test.run(settings, alone)
@@ -50,6 +50,19 @@ def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
         load_copy(alone).main()
     assert capsys.readouterr().out.startswith("support/ is not here, so give --model_id ID --task")
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
+
+
+@pytest.mark.parametrize(
+    "lines, words",
+    [(None, "No such file or directory: 'data.jsonl'"), (["{}", ""], "line 1 is no")],
+)
+def test_file_alone_says_in_one_sentence_what_is_wrong_with_a_file(alone, checkpoint, lines, words):
+    if lines:
+        (alone / "data.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "starter.py", "--model_id", checkpoint, "--task", "data.jsonl"]
+    done = subprocess.run(command, cwd=alone, env=ENVIRONMENT, text=True, capture_output=True)
+    assert done.stderr.startswith("starter.py stopped: ") and words in done.stderr
+    assert done.stderr.count("\n") == 1 == done.returncode
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ GIVEN = {
     },
     "--kl_ratio_cap inf": {"kl_ratio_cap": math.inf},
     "--clip_range (0.2,0.28)": {"clip_range": (0.2, 0.28)},
+    "--rollout 8 --use_kl": {"rollout_batch_size": 8, "use_kl_penalty": True},
     "--eval_file None --resume": {"eval_file": None, "resume": True},
     "--resume=runs/a=b --seed -1": {"resume": "runs/a=b", "seed": -1},
     # A text that is no literal stays a text. It is never executed.
@@ -33,12 +34,13 @@ def test_arguments_become_parameters_of_main(arguments):
     assert repr(starter.settings_from(arguments.split())) == repr(GIVEN[arguments])
 
 
-@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "--rollout 8"])
-def test_wrong_argument_is_refused(arguments, capsys):
+@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "seed=1", "--beta 3"])
+def test_wrong_argument_is_refused_with_where_to_find_the_right_one(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         starter.settings_from(arguments.split())
     assert end.value.code == 2
-    assert arguments.split()[0] in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert arguments.split()[0] in printed and "--name value" in printed and "--help" in printed
 
 
 def test_help_lists_every_parameter_with_its_comment(capsys):
@@ -59,6 +61,17 @@ def start(*arguments):
     )
 
 
+@pytest.mark.slow
+def test_help_may_be_cut_by_another_program():
+    done = subprocess.run(
+        f"'{sys.executable}' '{starter.__file__}' --help | head -1",
+        shell=True,
+        text=True,
+        capture_output=True,
+    )
+    assert (done.stdout, done.stderr) == ("def main(\n", "")
+
+
 def test_error_is_one_sentence_with_code_1():
     """Here one that support/ raises."""
     process = start("--seed", "0.5")
@@ -68,7 +81,7 @@ def test_error_is_one_sentence_with_code_1():
 
 
 @pytest.mark.parametrize(
-    "moment", ["=== Running Quick Tests", pytest.param("Step 1 |", marks=pytest.mark.slow)]
+    "moment", ["=== Running Quick Tests", pytest.param("Step 1/", marks=pytest.mark.slow)]
 )
 def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     """While it trains, it ends after its step with a checkpoint and the model."""
@@ -81,7 +94,7 @@ def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in errors
-    if moment == "Step 1 |":
+    if moment == "Step 1/":
         assert "--resume " in printed
         [folder] = tmp_path.iterdir()
         assert list(folder.glob("checkpoint_*.pt"))

@@ -254,7 +254,7 @@ def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_pat
     command += "--task=countdown_small --device=cpu --engine=transformers".split()
     command += "--rollout_batch_size=16 --max_new_tokens=8 --n_eval_problems=8".split()
     [launcher] = torchrun(*command, "--n_train_steps=1000")
-    while not launcher.stdout.readline().startswith("Step 2"):
+    while not launcher.stdout.readline().startswith("Step 2/"):
         assert launcher.poll() is None, launcher.stderr.read()
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=600)
