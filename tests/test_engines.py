@@ -79,18 +79,6 @@ def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-def test_memory_of_vllm_is_a_share_or_gigabytes_of_its_cache(monkeypatch):
-    """Of the share tests/test_gpu.py."""
-    vllm = mock.Mock()
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(engines, "ON_CPU", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    engines.init_vllm("model", 0, 128, 12, "bf16")
-    options = vllm.LLM.call_args.kwargs
-    assert options["gpu_memory_utilization"] == 0.05
-    assert options["kv_cache_memory_bytes"] == 12 * 10**9
-
-
 def save_with_vision(folder):
     """Saves a Llama 4 that reads images, too. vLLM's class for it needs torchvision."""
     from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration

@@ -30,13 +30,17 @@ def llm(monkeypatch):
     return vllm.LLM
 
 
-@pytest.mark.parametrize("chosen", ["cuda bf16 vllm", "cpu float32 transformers"])
-def test_a_gpu_gets_bf16_and_vllm(llm, chosen):
-    cfg = starter.cfg_with()
-    if chosen.startswith("cpu"):
-        cfg = starter.cfg_with(device="cpu", precision="float32")
+@pytest.mark.parametrize(
+    "changes, chosen",
+    [
+        ({}, ("cuda", "bf16", "vllm")),
+        (dict(device="cpu", precision="float32"), ("cpu", "float32", "transformers")),
+    ],
+)
+def test_a_gpu_gets_bf16_and_vllm(llm, changes, chosen):
+    cfg = starter.cfg_with(**changes)
     starter.choose_device(cfg)
-    assert f"{cfg.device.type} {cfg.precision} {cfg.engine}" == chosen
+    assert (cfg.device.type, cfg.precision, cfg.engine) == chosen
 
 
 @pytest.mark.parametrize("init_vllm", [starter.init_vllm, engines.init_vllm])
@@ -48,8 +52,14 @@ def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm
     assert options["dtype"] == starter.DTYPES[precision]
     # Else logits of 16 would round by 0.06
     assert options["hf_overrides"] == {"head_dtype": "float32"}
-    if init_vllm is engines.init_vllm:  # that of the policy
-        assert options["device_ids"] == [3]
+
+
+def test_vllm_gets_the_current_gpu_and_with_support_gigabytes_for_its_cache(llm):
+    engines.init_vllm("model", 0, 128, 12, "bf16")
+    options = llm.call_args.kwargs
+    assert options["device_ids"] == [3]
+    assert options["gpu_memory_utilization"] == 0.05
+    assert options["kv_cache_memory_bytes"] == 12 * 10**9
 
 
 @pytest.mark.slow
@@ -93,4 +103,5 @@ def test_row_of_a_gpu_is_rehearsed(name, tmp_path):
 
 def test_row_whose_time_is_over_leaves_its_last_words():
     program = "import time; print('loading', flush=True); time.sleep(99)"
-    assert gpu.columns_of([sys.executable, "-c", program], 5) == {"error": "status -9, loading"}
+    columns = gpu.columns_of([sys.executable, "-I", "-S", "-c", program], 2)
+    assert columns == {"error": "status -9, loading"}
