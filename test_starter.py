@@ -39,12 +39,10 @@ from conftest import (
 from forked import edited_text
 from lab.small_models import make_model
 
-CPU = torch.device("cpu")
 FIND_SUPPORT = starter.find_support
-cfg_with = functools.partial(
-    starter.cfg_with, device=CPU, precision="float32", engine="transformers"
-)
-checkpoint = conftest.checkpoint  # a fixture
+cfg_with = functools.partial(starter.cfg_with, precision="float32", engine="transformers")
+checkpoint = conftest.checkpoint  # fixtures
+plain_functions = conftest.plain_functions_before_and_after
 
 
 # Fixtures and oracles
@@ -52,26 +50,23 @@ checkpoint = conftest.checkpoint  # a fixture
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Every test begins with the file's own functions."""
-    edits.restore()
+    """Every test begins without support/."""
     monkeypatch.setattr(starter, "find_support", lambda: None)
-    yield
-    edits.restore()
 
 
 @pytest.fixture(params=["plain", "fast"])
 def path(request, monkeypatch, alone):
     """A test that takes it holds for the plain functions and for those of support/. It is called
     with the models and returns the first; runs of main() need no call."""
-    if request.param == "plain":
-        return lambda *models: models[0]
-    monkeypatch.setattr(starter, "find_support", FIND_SUPPORT)
-    monkeypatch.setattr("support.report.report", lambda *args: None)  # pictures take a second
+    is_fast = request.param == "fast"
+    if is_fast:
+        monkeypatch.setattr(starter, "find_support", FIND_SUPPORT)
 
     def use(*models):
-        for model in models:
-            fast.attend_on_cpu(model)
-        edits.replace(**fast.FUNCTIONS)
+        if is_fast:
+            for model in models:
+                fast.attend_on_cpu(model)
+            edits.replace(**fast.FUNCTIONS)
         return models[0]
 
     return use
@@ -79,7 +74,7 @@ def path(request, monkeypatch, alone):
 
 @pytest.fixture
 def policy(checkpoint):
-    return starter.init_policy(checkpoint, CPU)[0]
+    return starter.init_policy(checkpoint, "cpu")[0]
 
 
 TOKENIZER = make_tokenizer()
@@ -109,11 +104,6 @@ def whole_log_softmax(model, response, temperature=1.0):
     logits = model(input_ids=ids, use_cache=False).logits[0, len(response.prompt_ids) - 1 : -1]
     model.set_attn_implementation(before)
     return (logits / temperature).log_softmax(dim=1)
-
-
-def labels_of(table, response):
-    """(T, V) -> (T,)"""
-    return table[range(len(table)), response.response_ids]
 
 
 # The quick tests
@@ -154,34 +144,37 @@ def sample(policy, group_size=4, temperature=1.0, **changes):
     return starter.rollout_with_transformers(policy, PROMPTS, cfg, 7, group_size, temperature)
 
 
+def assert_drawn(table, tokens, uniform, atol):
+    """The interval of each token in the cumulative distribution holds the uniform number. (N, V)
+    log-probs, (N, 1) tokens, (N, 1) numbers."""
+    own = table.gather(1, tokens).exp()
+    upper = table.exp().cumsum(dim=1).gather(1, tokens)
+    assert ((upper - own - atol <= uniform) & (uniform <= upper + atol)).all()
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-def test_samples_follow_the_models_own_logits(policy, path, temperature):
+def test_samples_follow_the_models_own_logits_to_their_first_stop_token(policy, path, temperature):
     """Response i inverts the cumulative distribution at the numbers of seed + i, whatever else is
     sampled. Greedy ones are the most likely tokens, with their log-probs at temperature 1."""
-    responses = sample(path(policy), group_size=8, temperature=temperature)
-    assert [r.prompt_ids for r in responses] == [ids for ids in PROMPTS for _ in range(8)]
+    stops = {EOS, 7, 20, 33}
+    responses = sample(path(policy), 12, temperature, stop_token_ids=[*stops])
+    assert [r.prompt_ids for r in responses] == [ids for ids in PROMPTS for _ in range(12)]
     for i, response in enumerate(responses):
-        table = whole_log_softmax(policy, response, temperature or 1)
-        own = labels_of(table, response)
-        torch.testing.assert_close(torch.tensor(response.log_probs), own, rtol=0, atol=1e-4)
-        if temperature == 0:
-            assert torch.equal(own, table.amax(dim=1))
-            continue
-        uniform = torch.rand(20, generator=torch.Generator().manual_seed(7 + i))[: len(own)]
-        upper = labels_of(table.exp().cumsum(dim=1), response)
-        assert ((upper - own.exp() - 1e-4 <= uniform) & (uniform <= upper + 1e-4)).all()
-
-
-def test_responses_end_with_their_first_stop_token(policy, path):
-    stop_token_ids = [EOS, 7, 20]
-    responses = sample(path(policy), group_size=30, stop_token_ids=stop_token_ids)
-    for response in responses:
         *before, last = response.response_ids
-        assert not set(before) & set(stop_token_ids)
-        assert response.finished == (last in stop_token_ids)
+        assert not stops.intersection(before)
+        assert response.finished == (last in stops)
         assert response.finished or len(before) == 19
-    assert {r.response_ids[-1] for r in responses if r.finished} == set(stop_token_ids)
-    assert not all(response.finished for response in responses)
+        table = whole_log_softmax(policy, response, temperature or 1)
+        tokens = torch.tensor(response.response_ids)[:, None]
+        own = table.gather(1, tokens)
+        torch.testing.assert_close(torch.tensor(response.log_probs), own[:, 0], rtol=0, atol=1e-4)
+        if temperature == 0:
+            assert torch.equal(own, table.amax(dim=1, keepdim=True))
+        else:
+            generator = torch.Generator().manual_seed(7 + i)
+            assert_drawn(table, tokens, torch.rand(len(tokens), 1, generator=generator), 1e-4)
+    last_ids = {response.response_ids[-1] for response in responses}
+    assert temperature == 0 or last_ids > stops  # some are cut
 
 
 def test_sampling_ignores_train_mode_checkpointing_and_the_generation_config(policy, path):
@@ -200,16 +193,20 @@ def test_sampling_ignores_train_mode_checkpointing_and_the_generation_config(pol
 def test_seeds_of_runs_steps_and_purposes_differ_and_seed_the_global_generators():
     """A CPU generator reads 32 bits of its seed, and each response adds its number to it."""
 
-    def drawn(seed, purpose):  # by a reward of yours
-        starter.seed_for(cfg_with(seed=seed), purpose)
-        return random.random(), torch.rand(()).item()
+    def drawn(seed, purpose):  # the last two by a reward of yours
+        return (
+            starter.seed_for(cfg_with(seed=seed), purpose),
+            random.random(),
+            torch.rand(()).item(),
+        )
 
     runs = list(itertools.product((0, 1, 4096, 2**32), (1, 2, 3, "evaluate")))
-    seeds = [starter.seed_for(cfg_with(seed=seed), purpose) for seed, purpose in runs]
+    outcomes = [drawn(*run) for run in runs]
+    assert outcomes == [drawn(*run) for run in runs]
+    seeds, *numbers = zip(*outcomes)
     assert max(seeds) < 2**32
     assert min(abs(a - b) for a, b in itertools.combinations(seeds, 2)) > 2**12
-    assert drawn(0, 1) == drawn(0, 1)
-    assert len({number for run in runs for number in drawn(*run)}) == 2 * len(runs)
+    assert [len({*drawn}) for drawn in numbers] == [len(runs)] * 2
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 257, 3001])
@@ -227,8 +224,7 @@ def test_draw_tokens_inverts_the_cumulative_distribution(vocabulary):
     own = exact.gather(1, tokens)
     torch.testing.assert_close(log_probs.double(), own, rtol=0, atol=1e-5)
     assert log_probs.isfinite().all()
-    upper = exact.exp().cumsum(dim=1).gather(1, tokens)
-    assert ((upper - own.exp() - 1e-5 <= uniform) & (uniform <= upper + 1e-5)).all()
+    assert_drawn(exact, tokens, uniform, 1e-5)
 
 
 # Advantages and loss, against loops over floats
@@ -267,8 +263,8 @@ def rule_by_hand(rule, kl, d, length):
 
 def loss_by_loops(step, cfg):
     """Returns the loss, its gradients by the policy's log-probs and by the exact KLs, and what is
-    logged. step: what random_step returns, and "advantages" (B,). With the gradient "reverse" only
-    the slope is written here, since the value is what the estimator says."""
+    logged. step: what random_step returns. With the gradient "reverse" only the slope is written
+    here, since the value is what the estimator says."""
     lengths = [sum(row) for row in step["mask"]]
     weights = {
         "grpo": [1 / max(1, length) / len(lengths) for length in lengths],
@@ -334,23 +330,21 @@ def loss_by_loops(step, cfg):
 
 
 def random_step(rng):
-    """{name: rows of floats}, "mask": rows of bools, of which some may be empty."""
+    """{name: rows of floats}, "mask": rows of bools, of which some may be empty, "advantages"."""
     width = rng.randint(1, 6)
-    group_size = rng.randint(2, 4)
-    rows = range(rng.randint(1, 3) * group_size)
+    rows = range(rng.randint(2, 9))
     step = {
         name: [[rng.gauss(0, 0.6) for _ in range(width)] for _ in rows]
         for name in ("policy", "old", "ref", "sampler", "exact")
     }
     step["mask"] = [[rng.random() < 0.5 for _ in range(width)] for _ in rows]
     step["mask"][0][0] = True
-    step["rewards"] = [rng.choice([0.0, 0.1, 1.0]) for _ in rows]
-    step["group_size"] = group_size
+    step["advantages"] = [rng.choice([0.0, 0.1, 1.0]) - rng.choice([0.0, 0.8]) for _ in rows]
     return step
 
 
 def test_loss_its_gradient_and_its_log_match_loops():
-    """Every estimator, gradient, placement and rule, four times, with random other settings."""
+    """Every estimator, gradient, placement and rule, twice, with random other settings."""
     rng = random.Random(0)
     forms = itertools.product(
         ("k1", "k2", "k3", "exact"),
@@ -359,7 +353,7 @@ def test_loss_its_gradient_and_its_log_match_loops():
         ("none", *starter.TERM_RULES),
     )
     forms = [form for form in forms if not {"exact", "reward"} <= set(form)]
-    for estimator, gradient, kl_in, rule in 4 * forms:
+    for estimator, gradient, kl_in, rule in 2 * forms:
         cfg = cfg_with(
             kl_estimator=estimator,
             kl_gradient=gradient,
@@ -373,14 +367,11 @@ def test_loss_its_gradient_and_its_log_match_loops():
             loss_average=rng.choice(["grpo", "dapo", "dr_grpo"]),
             importance_cap=rng.choice([math.inf, 1.5]),
             clip_range=rng.choice([(0.1, 0.2), (0.2, 0.3)]),
-            normalize_by_std=rng.choice([False, True]),
         )
         step = random_step(rng)
         knows_sampler = rng.random() < 0.7
         if not knows_sampler:
             step["sampler"] = step["old"]
-        group = step["group_size"], 1e-6, cfg.normalize_by_std
-        step["advantages"] = advantages_by_loops(step["rewards"], *group)
         expected, by_policy, by_exact, logged = loss_by_loops(step, cfg)
 
         mask = torch.tensor(step["mask"])
@@ -388,9 +379,8 @@ def test_loss_its_gradient_and_its_log_match_loops():
         for name in ("policy", "old", "ref", "sampler"):
             tensors[name][~mask] = math.nan  # where nothing may be read
         leaves = [tensors["policy"].requires_grad_(), tensors["exact"].requires_grad_()]
-        advantages, _ = starter.compute_group_normalized_advantages(tensors["rewards"], *group)
         loss, means = starter.compute_loss(
-            advantages[:, None],
+            tensors["advantages"][:, None],
             tensors["policy"],
             tensors["old"],
             cfg.clip_range,
@@ -453,54 +443,47 @@ def test_kl_of_distant_policies_is_finite_and_its_gradient_is_the_log_ratio():
 
 
 def test_advantages_and_their_statistics_match_hand_computed_values():
-    rewards = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 5.0, 1.0, 1.0, 1.0])
-    for normalize_by_std, divisor in ((True, 1.5), (False, 1.0)):
+    """Rewards that are equal within rounding give 0: their tiny deviation would make them large."""
+    groups = [0.0, 1.0, 2.0], [0.1 + 0.8, 0.3 + 0.6, 0.9], [0.0, 0.0, 3e-4]
+    rewards = torch.tensor(sum(groups, []), dtype=torch.float64)
+    for normalize_by_std, divisors in ((True, (1.5, 0.5 + 3e-4 / 3**0.5)), (False, (1, 1))):
         advantages, metadata = starter.compute_group_normalized_advantages(
             rewards, 3, 0.5, normalize_by_std
         )
-        by_hand = torch.tensor([-1.0, 0, 1, 0, 0, 0, 0, 0, 0]) / divisor
-        torch.testing.assert_close(advantages, by_hand)
-        expected = {"frac_zero_std": 2 / 3, "reward_std": 1 / 3, "reward_mean": 21 / 9}
+        by_hand = torch.tensor([[-1, 0, 1], [0, 0, 0], [-1e-4, -1e-4, 2e-4]], dtype=torch.float64)
+        by_hand[::2] /= torch.tensor(divisors)[:, None]
+        torch.testing.assert_close(advantages, by_hand.flatten(), rtol=1e-6, atol=0)
+        expected = {
+            "frac_zero_std": 1 / 3,
+            "reward_std": (1 + 3e-4 / 3**0.5) / 3,
+            "reward_mean": (3 + 2.7 + 3e-4) / 9,
+        }
         assert metadata == pytest.approx(expected)
 
 
-def test_rewards_that_are_equal_within_rounding_give_zero_advantage():
-    """Division by their tiny deviation would make it large."""
-    for rewards in ([1 / 3] * 7, [0.1 + 0.8, 0.3 + 0.6, 0.9], [0.9, 0.9001]):
-        advantages, _ = starter.compute_group_normalized_advantages(
-            torch.tensor(rewards, dtype=torch.float64), len(rewards), 1e-6, True
-        )
-        assert advantages.any() == (0.9001 in rewards)
-
-
 def test_batch_is_shifted_once_and_masked_by_lengths():
-    """The second response is a padding token, 0, which is a token like any other there."""
+    """The second response is a padding token, 0, which is a token like any other there. Advantages
+    of tokens that are aligned to labels, or cut, would train other tokens than meant."""
     responses = [
         Response([5, 6, 7], [8, 1], [-0.5, -0.25], True),
         Response([5], [0], [-3.0], False),
     ]
-    batch = starter.make_batch(responses, torch.tensor([1.0, 2.0]), "cpu")
     expected = {
         "input_ids": [[5, 6, 7, 8], [5, 0, 5, 5]],
         "labels": [[6, 7, 8, 1], [0, 0, 0, 0]],
         "response_mask": [[0, 0, 1, 1], [1, 0, 0, 0]],
         "rollout_log_probs": [[0, 0, -0.5, -0.25], [-3, 0, 0, 0]],
-        "advantages": [[0, 0, 1, 1], [2, 0, 0, 0]],
         "finished": [[1], [0]],
     }
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == expected
-
-
-def test_advantages_of_tokens_need_a_column_for_each_token_of_the_longest_response():
-    """Those that are aligned to labels, or cut, would train other tokens than meant."""
-    responses = make_responses((3, 5), prompt_lengths=(1, 9))
-    of_tokens = torch.arange(10.0).reshape(2, 5)
-    batch = starter.make_batch(responses, of_tokens, "cpu")
-    rows = zip(batch["advantages"], batch["response_mask"])
-    assert [row[mask].tolist() for row, mask in rows] == [[0, 1, 2], [5, 6, 7, 8, 9]]
-    assert (batch["advantages"][~batch["response_mask"]] == 0).all()
-    for width in (1, 4, 6, batch["labels"].shape[1]):
-        with pytest.raises(IndexError, match=f"mask .2, 5. .* does not match .* .2, {width}."):
+    for advantages, laid_out in (
+        ([1.0, 2.0], [[0, 0, 1, 1], [2, 0, 0, 0]]),
+        ([[3.0, 4.0], [5.0, 6.0]], [[0, 0, 3, 4], [5, 0, 0, 0]]),
+    ):
+        batch = starter.make_batch(responses, torch.tensor(advantages), "cpu")
+        found = {name: tensor.tolist() for name, tensor in batch.items()}
+        assert found == {**expected, "advantages": laid_out}
+    for width in (1, 3, 4):
+        with pytest.raises(IndexError, match=f"mask .2, 2. .* does not match .* .2, {width}."):
             starter.make_batch(responses, torch.ones(2, width), "cpu")
 
 
@@ -509,34 +492,23 @@ def test_microbatches_hold_every_row_once_within_the_budget():
     lengths = [40, 3, 17, 17, 1, 8, 30, 2, 25]
     batch = make_step(make_responses(lengths, prompt_lengths=(3, 2, 6)))
     batch["row"] = torch.arange(9)[:, None]
-    needed = [(3, 2, 6)[i % 3] + length - 1 for i, length in enumerate(lengths)]
+    needed = [42, 4, 22, 19, 2, 13, 32, 3, 30]  # columns, without the last token
     for budget, n_microbatches in ((1, 9), (100, 3), (10_000, 1)):
         microbatches = starter.cut_microbatches(batch, budget)
+        assert len(microbatches) == n_microbatches
         found = []
         for rows in microbatches:
             indices = rows["row"][:, 0].tolist()
-            found += indices
-            width = rows["labels"].shape[1]
-            assert width == max(needed[i] for i in indices)
-            assert len(indices) == 1 or len(indices) * width <= budget
+            n_rows, width = rows["labels"].shape
+            assert width == needed[indices[0]]
+            assert n_rows == 1 or n_rows * width <= budget
             for name, tensor in rows.items():
                 assert torch.equal(tensor, batch[name][indices, :width])
-        assert sorted(found) == list(range(9)) and len(microbatches) == n_microbatches
-        assert [needed[i] for i in found] == sorted(needed, reverse=True)
+            found += [needed[i] for i in indices]
+        assert found == sorted(needed, reverse=True)
 
 
 # Log-probs
-
-
-def test_log_probs_are_of_all_labels_in_the_mask(policy, path):
-    """An empty one gives 0: several processes fill up with such microbatches."""
-    path(policy)
-    ids = torch.arange(8).reshape(2, 4)
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-    own = (policy(inputs).logits / 0.7).log_softmax(dim=2).gather(2, labels[:, :, None])[:, :, 0]
-    for mask in (torch.ones(2, 3), torch.zeros(2, 3)):
-        ours = starter.get_response_log_probs(policy, inputs, labels, mask, 0.7)
-        torch.testing.assert_close(ours, mask * own, rtol=0, atol=1e-5)
 
 
 def statistics_by_hand(log_p, log_q, labels):
@@ -550,170 +522,122 @@ def statistics_by_hand(log_p, log_q, labels):
     }
 
 
-def assert_same_statistics(ours, expected, parameters):
-    """Values, and gradients by the parameters of those that have one."""
-    # The norms of a model are float32 inside.
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
-    assert not ours.pop("ref_log_probs").requires_grad
-    for name, values in ours.items():
-        upstream = torch.linspace(-1, 2, len(values), dtype=torch.float64)
-        mine, theirs = (
-            torch.autograd.grad(x, parameters, upstream, retain_graph=True)
-            for x in (values, expected[name])
-        )
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-def tables_of(models, responses, temperature=1.0):
-    """Lists of (T, V) log-probs, a list for each model."""
-    return [[whole_log_softmax(m, response, temperature) for response in responses] for m in models]
-
-
-def test_statistics_and_their_gradients_match_the_whole_softmax(path):
-    """Through the whole model in float64."""
-    models = policy, ref_model = [model.double() for model in make_models()]
-    ref_model.requires_grad_(True)  # as if the caller had forgotten to switch it off
-    responses = make_responses((1, 12, 5, 3, 7, 2))
-    batch = starter.make_batch(responses, torch.zeros(6), "cpu")
-    mask = batch["response_mask"]
-    ours = starter.token_statistics(path(*models), batch, 0.8, ref_model=ref_model)
-    assert all((values[~mask] == 0).all() for values in ours.values())
-    ours = {name: values[mask] for name, values in ours.items()}
-    log_p, log_q = map(torch.cat, tables_of(models, responses, 0.8))
-    expected = statistics_by_hand(log_p, log_q.detach(), batch["labels"][mask])
-    assert_same_statistics(ours, expected, list(policy.parameters()))
-    ours["kl_per_token"].sum().backward()
-    assert all(parameter.grad is None for parameter in ref_model.parameters())
-
-
-def test_forbidden_token_acts_like_a_vocabulary_without_it(monkeypatch):
-    """A logit of -inf: log-probs, entropy, both KLs and their gradients are those of a softmax over
-    the other tokens, and it is never drawn."""
+@pytest.mark.parametrize("n", [9, 8])
+def test_statistics_and_their_gradients_match_the_whole_softmax(monkeypatch, n):
+    """With 8, the last of 9 tokens is forbidden by a logit of -inf. This acts like a vocabulary
+    without it, and it is never drawn."""
     generator = torch.Generator().manual_seed(0)
     logits, ref_logits = torch.randn(2, 6, 9, dtype=torch.float64, generator=generator)
     logits.requires_grad_()
     labels = torch.tensor([0, 1, 3, 7, 5, 4])
-    real = starter.scale_logits
-    monkeypatch.setattr(
-        starter,
-        "scale_logits",
-        lambda *args: real(*args).index_fill(1, torch.tensor([8]), -math.inf),
-    )
+    shipped = starter.scale_logits
+
+    def scale_logits(*inputs):
+        return shipped(*inputs).index_fill(1, torch.arange(n, 9), -math.inf)
+
+    monkeypatch.setattr(starter, "scale_logits", scale_logits)
     ours = starter.statistics_of_logits(logits, labels, 0.5, ref_logits)
-    log_p, log_q = ((x[:, :8] / 0.5).log_softmax(dim=1) for x in (logits, ref_logits))
-    assert_same_statistics(ours, statistics_by_hand(log_p, log_q, labels), [logits])
+    log_p, log_q = ((x[:, :n] / 0.5).log_softmax(dim=1) for x in (logits, ref_logits))
+    by_hand = statistics_by_hand(log_p, log_q, labels)
+    torch.testing.assert_close(ours, by_hand)
+    assert not ours.pop("ref_log_probs").requires_grad
+    for name, values in ours.items():
+        gradients = (
+            torch.autograd.grad(x, logits, torch.linspace(-1, 2, 6).double(), retain_graph=True)
+            for x in (values, by_hand[name])
+        )
+        torch.testing.assert_close(*gradients)
     last = torch.full((6, 1), 1 - 2.0**-24)
-    assert (starter.draw_tokens(logits.detach(), last, 0.5)[0] < 8).all()
-
-
-def test_statistics_reach_the_log_and_so_does_one_of_yours(path, monkeypatch):
-    """An integer one, too. A name under which compute_loss logs something is refused."""
-    models = policy, ref_model = make_models()
-    responses = make_responses((1, 12, 5))
-    batch = make_step(responses)
-    labels = batch["labels"][batch["response_mask"]]
-    expected = statistics_by_hand(*map(torch.cat, tables_of(models, responses)), labels)
-    path(*models)
-    real = starter.statistics_of_logits
-
-    def logged(name):
-        def statistics_of_logits(logits, labels, *others):
-            return {**real(logits, labels, *others), name: labels}
-
-        monkeypatch.setattr(starter, "statistics_of_logits", statistics_of_logits)
-        return starter.grpo_microbatch_step(policy, dict(batch), cfg_with(), ref_model, 0.1)[1]
-
-    found = logged("mine")
-    for name, of_tokens in {**expected, "mine": labels.float()}.items():
-        assert found[name].item() == pytest.approx(of_tokens.mean().item(), rel=1e-4)
-    with pytest.raises(InputError, match="rename {'kl_k1'}"):
-        logged("kl_k1")
+    assert (starter.draw_tokens(logits.detach(), last, 0.5)[0] < n).all()
 
 
 # Update
 
 
 @pytest.mark.parametrize(
-    "temperature, estimator, kl_in, cap, checkpointing",
+    "changes",
     [
-        (1.0, "k3", "loss", 1.2, False),
-        (0.7, "k3", "loss", math.inf, True),
-        (0.7, "k1", "reward", 1.2, False),
-        (1.0, "exact_forward", "loss", 1.2, False),
+        dict(importance_cap=1.2),
+        dict(temperature=0.7, loss_average="grpo", gradient_checkpointing=True),
+        dict(temperature=0.7, loss_average="dr_grpo", kl_estimator="k1", kl_in="reward"),
+        dict(kl_estimator="exact_forward", importance_cap=1.2),
     ],
 )
-def test_gradient_of_a_step_matches_the_models_own_logits(
-    path, temperature, estimator, kl_in, cap, checkpointing
-):
-    """Each row alone. compute_loss, which the loops above check, gets what they give, and the mean
-    is over the 30 tokens."""
+def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch, changes):
+    """Gradient and log, a statistic of yours included. Each row is alone here. compute_loss, which
+    the loops above check, gets what they give."""
+    shipped = starter.statistics_of_logits
+
+    def statistics_of_logits(logits, labels, *others):
+        return {**shipped(logits, labels, *others), "mine": labels}
+
+    monkeypatch.setattr(starter, "statistics_of_logits", statistics_of_logits)
     models = policy, ref_model = [model.double() for model in make_models()]
-    cfg = cfg_with(temperature=temperature, importance_cap=cap, kl_estimator=estimator, kl_in=kl_in)
-    responses = make_responses((1, 12, 5, 3, 7, 2))
-    batch = make_step(responses)
-    mask = batch["response_mask"]
+    ref_model.requires_grad_(True)  # as if the caller had forgotten to switch it off
+    cfg = cfg_with(**changes)
+    lengths = torch.tensor([[1], [12], [5], [3], [7], [2]])
+    responses = make_responses(lengths.flatten().tolist())
+    batch = make_step(responses, cfg.loss_average)
+    ids, labels, mask = (batch[name] for name in ("input_ids", "labels", "response_mask"))
+    tables = [
+        torch.cat([whole_log_softmax(model, response, cfg.temperature) for response in responses])
+        for model in models
+    ]
+    own = statistics_by_hand(tables[0], tables[1].detach(), labels[mask])
+    own["mine"] = labels[mask].double()
     zeros = torch.zeros(mask.shape, dtype=torch.float64)
-    log_p, log_q = map(torch.cat, tables_of(models, responses, temperature))
-    own = {
-        name: zeros.masked_scatter(mask, of_tokens)
-        for name, of_tokens in statistics_by_hand(log_p, log_q, batch["labels"][mask]).items()
-    }
-    old = own["log_probs"].detach() + 0.4 * torch.arange(mask.shape[1]).sin()
-    loss, _ = starter.compute_loss(
+    rows = {name: zeros.masked_scatter(mask, of_tokens) for name, of_tokens in own.items()}
+    old = rows["log_probs"].detach() + 0.4 * torch.arange(mask.shape[1]).sin()
+    sampler = batch["rollout_log_probs"]
+    own["sampler_logprob_diff"] = (old - sampler)[mask].abs()
+    loss, means = starter.compute_loss(
         batch["advantages"],
-        own["log_probs"],
+        rows["log_probs"],
         old,
         0.2,
-        own["ref_log_probs"].detach(),
+        rows["ref_log_probs"],
         0.3,
         mask,
         cfg,
-        own["kl_forward"],
-        batch["rollout_log_probs"],
-        cap,
+        rows["kl_forward"],
+        sampler,
+        cfg.importance_cap,
     )
-    expected = loss[mask].sum() / 30
-    expected.backward()
-    expected_gradient = gradient_of(policy)
-    policy.zero_grad()
+    assert 0 < means["clip_frac"] < 1
+    weights = {"dapo": 1 / 30, "grpo": 1 / 6 / lengths, "dr_grpo": 1 / 6 / 12}[cfg.loss_average]
+    own_loss = (loss * weights)[mask].sum()
+    own_loss.backward()
+    own_gradient = gradient_of(policy)
+    means.update({name: of_tokens.mean() for name, of_tokens in own.items()}, loss=own_loss / 30)
 
-    if checkpointing:
+    if cfg.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
         starter.train_checkpointed_layers(policy)
     batch["old_log_probs"] = old
     path(*models)
-    ours = sum(
-        starter.grpo_microbatch_step(policy, rows, cfg, ref_model, 0.3)[0]
-        for rows in starter.cut_microbatches(batch, 40)
-    )
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(gradient_of(policy), expected_gradient, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("loss_average", starter.AVERAGES)
-def test_gradient_and_logged_means_do_not_depend_on_the_cut(path, loss_average):
-    """In 1 to 8 microbatches, with clip, KL term and importance weights active."""
-    batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)), loss_average)
-    batch["old_log_probs"] = batch["rollout_log_probs"] + 0.3
-    found = []
-    for max_tokens, n_microbatches in ((10_000, 1), (70, 2), (30, 4), (1, 8)):
-        policy, ref_model = make_models()
-        path(policy, ref_model)
-        microbatches = starter.cut_microbatches(batch, max_tokens)
-        assert len(microbatches) == n_microbatches
+    for max_tokens in (10_000, 40, 1):
+        policy.zero_grad()
         sums = Counter()
-        for rows in microbatches:
-            cfg = cfg_with(importance_cap=1.2)
-            loss, means = starter.grpo_microbatch_step(policy, rows, cfg, ref_model, 0.1)
-            n_tokens = rows["response_mask"].sum().item()
-            sums.update({name: n_tokens * mean.item() for name, mean in means.items()})
-            sums["loss"] += loss.item()
-        found.append((dict(sums), gradient_of(policy)))
-    (whole_sums, whole_gradient), *cut = found
-    assert 0 < whole_sums["clip_frac"] < 40
-    for sums, gradient in cut:
-        assert sums == pytest.approx(whole_sums, rel=1e-4, abs=1e-4)
-        torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-5)
+        for microbatch in starter.cut_microbatches(batch, max_tokens):
+            loss, found = starter.grpo_microbatch_step(policy, microbatch, cfg, ref_model, 0.3)
+            starter.add_scaled(sums, found, microbatch["response_mask"].sum())
+            sums["loss"] += loss
+        expected = {name: pytest.approx(30 * x.item(), rel=1e-5) for name, x in means.items()}
+        assert {name: x.item() for name, x in sums.items()} == expected
+        torch.testing.assert_close(gradient_of(policy), own_gradient, rtol=1e-4, atol=1e-6)
+    assert all(parameter.grad is None for parameter in ref_model.parameters())
+    for some in (mask.float(), 0 * mask):  # several processes fill up with empty microbatches
+        found = starter.get_response_log_probs(policy, ids, labels, some, cfg.temperature)
+        torch.testing.assert_close(found, some * rows["log_probs"], rtol=1e-6, atol=1e-6)
+
+
+def test_statistic_with_the_name_of_another_metric_is_refused(policy, monkeypatch):
+    shipped = starter.statistics_of_logits
+    monkeypatch.setattr(
+        starter, "statistics_of_logits", lambda *inputs: shipped(*inputs) | {"clip_frac": inputs[1]}
+    )
+    with pytest.raises(InputError, match="rename {'clip_frac'}"):
+        starter.grpo_microbatch_step(policy, make_step(make_responses([3])), cfg_with())
 
 
 def test_gradient_in_16_bits_is_off_by_its_rounding_only(policy, path):
@@ -859,19 +783,7 @@ def of(result, tag):
     return list(scalars(result["run_folder"])[tag].values())
 
 
-def test_reference_does_not_move_while_the_policy_does(checkpoint, tmp_path):
-    with mock.patch.object(starter, "train", side_effect=starter.train) as called:
-        result = train(checkpoint, tmp_path, use_kl_penalty=True, kl_coef=0.1)
-    policy, *_, ref_model, kl_coef, watch = called.call_args.args
-    start, _ = starter.init_policy(checkpoint, CPU)
-    for before, reference, now in zip(*(x.parameters() for x in (start, ref_model, policy))):
-        assert not reference.requires_grad
-        assert torch.equal(reference, before) and not torch.equal(now, before)
-    kl = of(result, "train/kl_penalty")
-    assert kl[0] < 1e-6 < kl[-1]
-
-
-def test_coefficient_learning_rate_and_ratio_are_those_of_their_update(
+def test_reference_stays_and_coefficient_rate_and_ratio_are_those_of_their_update(
     checkpoint, tmp_path, monkeypatch
 ):
     """A coefficient rule acts on the next update. The rate rises in the warm-up. The ratio is to
@@ -892,10 +804,15 @@ def test_coefficient_learning_rate_and_ratio_are_those_of_their_update(
             learning_rate=2e-3,
             warmup_steps=2,
         )
-    assert [call.args[4] for call in called.call_args_list] == [0.8, 0.4, 0.2, 0.1, 0.05, 0.025]
+    policies, _, _, references, betas, _ = zip(*[call.args for call in called.call_args_list])
+    assert betas == (0.8, 0.4, 0.2, 0.1, 0.05, 0.025)
     assert of(result, "adaptive_kl/current_beta") == pytest.approx([0.4, 0.1, 0.025])
     assert of(result, "train/lr") == pytest.approx([1e-3, 2e-3, 2e-3])
-    assert min(of(result, "train/clip_frac")) > 0
+    assert min(of(result, "train/clip_frac")) > 0 and min(of(result, "train/kl_penalty")) > 0
+    models = starter.init_policy(checkpoint, "cpu")[0], references[-1], policies[-1]
+    for before, reference, now in zip(*(model.parameters() for model in models)):
+        assert not reference.requires_grad
+        assert torch.equal(reference, before) and not torch.equal(now, before)
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -928,7 +845,7 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
         )
     responses = called.call_args.args[0]
     asked = starter.problems_of_step(small_sums(None)[0], 0, 4, 0)
-    policy, tokenizer = starter.init_policy(checkpoint, CPU)
+    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     texts = [tokenizer.decode(r.response_ids) for r in responses]
     texts = [text.removesuffix(tokenizer.eos_token) for text in texts]
     rewards = [often_equal(text, asked[i // 4]) for i, text in enumerate(texts)]
@@ -936,7 +853,8 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
     total = 0.0
     for response, advantage in zip(responses, advantages):
         if response.finished or not mask_truncated:
-            log_probs = labels_of(whole_log_softmax(policy, response), response)
+            table = whole_log_softmax(policy, response)
+            log_probs = table.gather(1, torch.tensor(response.response_ids)[:, None])
             total = total - advantage * log_probs.mean() / 16
     total.backward()
     expected = gradient_of(policy)
@@ -978,7 +896,7 @@ def test_each_group_of_parameters_keeps_its_own_learning_rate(checkpoint, tmp_pa
         folder = train(checkpoint, tmp_path, n_train_steps=1)["run_folder"]
         train(checkpoint, tmp_path, n_train_steps=2, resume=str(folder))
     before, after = (
-        starter.init_policy(path, CPU)[0].state_dict() for path in (checkpoint, folder / "model")
+        starter.init_policy(path, "cpu")[0].state_dict() for path in (checkpoint, folder / "model")
     )
     frozen = {name for name in before if torch.equal(before[name], after[name])}
     assert frozen == {"model.embed_tokens.weight", "lm_head.weight"}
