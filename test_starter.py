@@ -817,33 +817,32 @@ def test_reference_stays_and_coefficient_rate_and_ratio_are_those_of_their_updat
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_gradient_of_a_step_of_train_matches_one_written_out(
-    checkpoint, tmp_path, path, mask_truncated
+    checkpoint, tmp_path, path, monkeypatch, mask_truncated
 ):
     """From the sampled responses and their texts to the gradient that is clipped: own rewards, own
     advantages, the mean of each response, the model's own logits. Some responses are cut, and some
     groups have equal rewards."""
     gradients = []
-    real_clip = starter.clip_gradient
+    shipped = starter.clip_gradient
 
     def clip_gradient(policy, max_norm):
         gradients.append(gradient_of(policy))
-        return real_clip(policy, max_norm)
+        return shipped(policy, max_norm)
 
-    with (
-        mock.patch.object(starter, "make_batch", side_effect=starter.make_batch) as called,
-        mock.patch.object(starter, "clip_gradient", clip_gradient),
-    ):
-        result = train(
-            checkpoint,
-            tmp_path,
-            n_train_steps=1,
-            reward=often_equal,
-            loss_average="grpo",
-            normalize_by_std=False,
-            mask_truncated=mask_truncated,
-            max_new_tokens=12,
-        )
-    responses = called.call_args.args[0]
+    scored = mock.Mock(wraps=starter.score)
+    monkeypatch.setattr(starter, "score", scored)
+    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
+    result = train(
+        checkpoint,
+        tmp_path,
+        n_train_steps=1,
+        reward=often_equal,
+        loss_average="grpo",
+        normalize_by_std=False,
+        mask_truncated=mask_truncated,
+        max_new_tokens=12,
+    )
+    responses = scored.call_args_list[1].args[0]  # after the first evaluation's
     asked = starter.problems_of_step(small_sums(None)[0], 0, 4, 0)
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     texts = [tokenizer.decode(r.response_ids) for r in responses]
