@@ -496,13 +496,14 @@ def score_answer(response_text, problem):
 def reward_fn(response_text, problem):
     """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give
     one to main(): a function (response_text, problem) -> number. If it has a parameter that is
-    named response, it gets the Response as well."""
+    named response, it gets the Response as well. With support/ it may be async, which is awaited
+    for all responses at once, and give None for a response that it cannot score."""
     return score_answer(response_text, problem)
 
 
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards.
-    support/ replaces this function where several processes share the work."""
+    support/ wraps this function: it awaits async rewards, and several processes share the work."""
     # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
     all_ids = [r.response_ids[: len(r.response_ids) - r.finished] for r in responses]
     texts = tokenizer.batch_decode(all_ids)
@@ -528,7 +529,8 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
     GRPO divides by the group's standard deviation (arXiv:2402.03300). Dr. GRPO does not, so that
     easy and hard prompts weigh the same (arXiv:2503.20783). With group_size 2, rewards [1, 0, 1, 1]
-    become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing."""
+    become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
+    support/ wraps this function: a response that was not scored leaves its group."""
     groups = rewards.reshape(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     # The mean of equal rewards can be off by one bit, and so can sums of several. Here the

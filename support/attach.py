@@ -3,13 +3,14 @@ draws the tokens, scores them, and computes the loss; this folder makes that fas
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, presets
-from support import ranks, rules, skills, tasks, tokens
+from support import ranks, rewards, rules, skills, tasks, tokens
 
 
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
     edits.restore()
     edits.wrap(score_answer=tasks.score_answer)
+    rewards.attach()
     rules.attach()
     tokens.attach()
     presets.choose(cfg)
@@ -60,4 +61,5 @@ def watch(run):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
     if ranks.WORLD == 1:  # several processes would wait for each other
         memory.attach(run)
+        edits.wrap(train=rewards.train)
     return guards.Guards(run)

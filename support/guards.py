@@ -22,12 +22,21 @@ except ImportError:  # Windows: no lock
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
 # and the signal handlers, which close() puts back
 HELD = contextlib.ExitStack()
+HANDLERS = contextlib.ExitStack()
+
+
+def close():
+    """Gives back what an earlier run of this process held. Only the main thread may do so with
+    signal handlers; in another one they stay until then."""
+    HELD.close()
+    if threading.current_thread() is threading.main_thread():
+        HANDLERS.close()
 
 
 def lock(run):
     """Raises InputError where another process is at work in the run's folder. Whatever an earlier
     run of this process held is given back."""
-    HELD.close()
+    close()
     if ranks.RANK or not fcntl or not run.folder.is_dir():
         return
     file = HELD.enter_context(open(run.folder / ".lock", "ab"))
@@ -54,7 +63,7 @@ class Guards:
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
-                HELD.callback(signal.signal, number, before)
+                HANDLERS.callback(signal.signal, number, before)
 
     def stop(self, number, frame):
         """Handles a signal. The first one in training ends the run after its step. A second one,
@@ -62,7 +71,7 @@ class Guards:
         while frame is not None and frame.f_code is not starter.train.__code__:
             frame = frame.f_back  # whoever called
         if frame is None or self.signal or self.run.state["before"] is None:
-            HELD.close()
+            close()
             signal.raise_signal(number)
             return
         self.signal = number
@@ -123,7 +132,7 @@ class Guards:
         """After the run: how far the policy is from where it began, intervals, pictures."""
         run = self.run
         report.report(result, policy, ref_model, llm, tokenizer, problems, run)
-        HELD.close()
+        close()
         if run.stop and run.state["step"] < run.cfg.n_train_steps:
             print(
                 f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on, add "
@@ -135,7 +144,7 @@ class Guards:
 def update_state(step, metrics, samples, state):
     """Keeps what warnings and the report need of earlier steps."""
     _, texts, rewards, _ = samples
-    state["best_reward"] = max(state.get("best_reward", 0.0), rewards.max().item())
+    state["best_reward"] = max(state.get("best_reward", 0.0), rewards.nan_to_num().max().item())
     state["n_equal"] = state.get("n_equal", 0) + 1  # steps in a row that teach nothing
     if metrics["frac_zero_std"] < 1:
         state["n_equal"] = 0

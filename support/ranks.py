@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import starter
-from support import checkpoints, edits
+from support import checkpoints, edits, rewards
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -124,12 +124,12 @@ def sample_share(sample, model, prompts, cfg, seed, group_size, temperature):
 def score(responses, problems, tokenizer, reward):
     group_size = len(responses) // len(problems)
     own, first = share_of(problems)
-    texts, rewards = [], torch.zeros(0)
+    texts, numbers = [], torch.zeros(0)
     if own:
         first *= group_size
         own_responses = responses[first : first + len(own) * group_size]
-        texts, rewards = edits.own("score")(own_responses, own, tokenizer, reward)
-    return gather(texts), torch.tensor(gather(rewards.tolist()))
+        texts, numbers = rewards.score(own_responses, own, tokenizer, reward)
+    return gather(texts), torch.tensor(gather(numbers.tolist()))
 
 
 def cut_microbatches(batch, max_tokens):

@@ -7,6 +7,7 @@ in main(), or of the preset's value where that is None, so that a new one needs 
 
 import difflib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import starter
 from starter import InputError
-from support import edits
+from support import edits, rewards
 
 # 1. Parameters
 
@@ -170,8 +171,14 @@ def check_model(policy, tokenizer, problems, cfg):
 
 def try_reward_on_empty_response(tokenizer, problem, cfg):
     """A mistake in a reward shows here, before the engine starts and anything is sampled."""
+    if "completions" in inspect.signature(cfg.reward).parameters:
+        raise InputError(
+            "the reward has a parameter named completions, as in TRL, where it gets lists; wrap "
+            "it: reward=lambda text, problem: YOURS(completions=[text], prompts=[problem['prompt']]"
+            ", **{key: [x] for key, x in problem.items()})[0]"
+        )
     empty = starter.Response(problem["prompt_ids"], cfg.stop_token_ids[:1], [0.0], True)
-    edits.own("score")([empty], [problem], tokenizer, cfg.reward)
+    rewards.score([empty], [problem], tokenizer, cfg.reward)
 
 
 def note_mistakes(tokenizer, problems, cfg):
@@ -179,9 +186,14 @@ def note_mistakes(tokenizer, problems, cfg):
     unknown = tokenizer.unk_token_id
     unseen = [x["prompt"] for x in problems.train if unknown in x["prompt_ids"]]
     if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        text = str(unseen[0])
+        if tokenizer.chat_template is not None:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        characters = sorted(x for x in set(text) if unknown in tokenizer(x)["input_ids"])
         print(
             f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
-            f"tokenizer does not know, for example {unseen[0]!r:.200}: the model cannot see them"
+            f"tokenizer does not know: the model cannot see {characters} in {text!r:.200}"
         )
     if cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range:
         print("clip_range changes nothing: with epochs_per_rollout = 1 the ratio is always 1")

@@ -1,6 +1,7 @@
 """What looks on during a run: the lock of its folder, signals, what is logged, warnings, and what
 happens after steps that are skipped."""
 
+import itertools
 import math
 import os
 import signal
@@ -72,7 +73,7 @@ def test_run_is_locked_until_it_ends_or_this_process_begins_another(tmp_path):
         guards.lock(run)  # as a run does that is resumed
         assert not is_free(folder)
     assert is_free(folders[0])
-    guards.HELD.close()
+    guards.close()
     assert is_free(folders[1])
 
 
@@ -101,7 +102,7 @@ def watch(tmp_path):
         return guards.Guards(mock.Mock(cfg=cfg, folder=tmp_path, state=state, stop=0))
 
     yield start
-    guards.HELD.close()
+    guards.close()
 
 
 # Signals
@@ -160,10 +161,23 @@ def test_signal_that_is_not_the_first_in_training_acts_at_once(watch, in_trainin
     assert handlers() == in_training
 
 
-def test_guards_of_a_run_in_another_thread_leave_signals_alone(watch, in_training):
+def test_run_in_another_thread_leaves_signals_alone_also_after_one_that_failed(
+    checkpoint, tmp_path
+):
+    shipped = handlers()
+    calls = itertools.count()
+    with pytest.raises(ZeroDivisionError):  # the first call is a trial
+        starter.main(**settings(checkpoint, tmp_path, reward=lambda *_: 1 / (next(calls) == 0)))
+    of_the_failed_run = handlers()
+    assert of_the_failed_run != shipped
     with ThreadPoolExecutor() as pool:
-        pool.submit(watch).result()
-    assert handlers() == in_training
+        for _ in range(2):
+            given = settings(checkpoint, tmp_path, n_train_steps=1)
+            folder = pool.submit(starter.main, **given).result()["run_folder"]
+            assert list(scalars(folder)["train/loss"]) == [1] and handlers() == of_the_failed_run
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert handlers() == shipped
 
 
 # What is logged

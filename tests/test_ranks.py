@@ -48,6 +48,7 @@ CASES = {  # name: (checkpoint, changes of the run)
     "a process without a prompt": ({}, dict(WITH_KL, rollout_batch_size=4, n_eval_problems=1)),
     "rows that are left out": ({}, dict(reward="rare")),
     "a process without a row": ({}, dict(reward="equal")),
+    "an async reward, not of all": ({}, dict(WITH_KL, reward="awaited")),
     "Mixtral, untied": (dict(family="Mixtral", num_local_experts=4, tie=False), WITH_KL),
 }
 if importlib.util.find_spec("vllm") is not None:
@@ -66,6 +67,12 @@ def reward_named(name):
     """Returns `variety`, or one of which all rewards of most groups or of all groups are equal, or
     one that does something in process 1 at its first response of step 3, or in both."""
     calls = itertools.count(1)
+
+    async def awaited(text, problem):
+        return None if "7" in text else variety(text, problem)
+
+    if name == "awaited":
+        return awaited
 
     @functools.wraps(variety)
     def reward(text, problem):
