@@ -39,6 +39,7 @@ def check(run):
 def prepare(policy, ref_model, tokenizer, problems, cfg):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference, which with LoRA is the policy without its adapters."""
+    cfg.sources = rules.sources_of(policy, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
@@ -59,6 +60,7 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
 
 def watch(run):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
+    rules.note_changed_sources(run)
     if ranks.WORLD == 1:  # several processes would wait for each other
         memory.attach(run)
         edits.wrap(train=rewards.train)

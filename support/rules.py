@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 import starter
@@ -208,9 +209,14 @@ FIXED = (
 )
 
 
+def without_addresses(text):
+    """Other processes have other addresses of functions and objects."""
+    return re.sub(" at 0x[0-9a-fA-F]+", "", text)
+
+
 def settings_in(text):
-    """Returns the settings in the text of a settings.json, without the addresses of functions."""
-    return json.loads(re.sub(" at 0x[0-9a-fA-F]+", "", text))
+    """Returns the settings in the text of a settings.json."""
+    return json.loads(without_addresses(text))
 
 
 def check_resume(run):
@@ -236,6 +242,35 @@ def check_resume(run):
         if run.writes_files and not is_whole(checkpoint):
             checkpoint.rename(checkpoint.with_suffix(".damaged"))
             print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
+
+
+def digest(items):
+    """A short hash that is the same in each process."""
+    code = 0
+    for item in items:
+        code = zlib.crc32(without_addresses(repr(item)).encode(), code)
+    return code
+
+
+def sources_of(policy, problems, cfg):
+    """Returns short hashes of what a run learns from and begins with. A thousand numbers of each
+    tensor tell two fine-tunes apart."""
+    parameters = [p.detach().flatten() for p in policy.parameters()]
+    return {
+        "training problems": digest(problems.train),
+        "held-out problems": digest(problems.held_out),
+        "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
+        "model": digest(p[:: 1 + len(p) // 1000].tolist() for p in parameters),
+    }
+
+
+def note_changed_sources(run):
+    """Says which of them are others than those with which a resumed run has trained."""
+    before = run.state.get("sources", {})
+    for name, code in run.cfg.sources.items():
+        if before.get(name, code) != code:
+            print(f"resume: the {name} changed since the checkpoint was saved")
+    run.state["sources"] = run.cfg.sources
 
 
 def is_whole(checkpoint):

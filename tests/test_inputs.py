@@ -278,3 +278,57 @@ def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, is_cut
     rules.check_resume(run)
     assert f"Warning: {path} is damaged" in capsys.readouterr().out
     assert [x.stem for x in tmp_path.glob("*.damaged")] == [path.stem]
+
+
+PROBLEMS = [{"prompt": f"add {i}", "answer": str(i % 2)} for i in range(20)]
+
+
+class Variety:
+    def __call__(self, text, problem):
+        return len(set(text)) / 10
+
+
+class Letters:
+    def __call__(self, text, problem):
+        return len(text) / 10
+
+
+def scale_one_layer(policy):
+    policy.model.layers[1].self_attn.o_proj.weight.data *= 1.001
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({}, None),
+        ({"train": PROBLEMS[:9]}, "training problems"),
+        ({"held_out": [{**PROBLEMS[10], "answer": "2"}]}, "held-out problems"),
+        ({"reward": Letters()}, "reward"),
+        ({"reward": lambda text, problem: 0.5}, "reward"),
+        ({"tune": scale_one_layer}, "model"),
+    ],
+)
+def test_resume_says_which_source_has_changed_under_its_name(
+    checkpoint, tmp_path, capsys, changed, words
+):
+    (tmp_path / "model").mkdir()
+
+    def go(n_train_steps, train=PROBLEMS[:10], held_out=PROBLEMS[10:], tune=None, **given):
+        for name, problems in (("train", train), ("held_out", held_out)):
+            lines = map(json.dumps, problems)
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        policy, tokenizer = starter.init_policy(checkpoint, "cpu")
+        if tune is not None:
+            tune(policy)
+        policy.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        files = dict(task=f"{tmp_path}/train.jsonl", eval_file=f"{tmp_path}/held_out.jsonl")
+        starter.main(
+            **settings(tmp_path / "model", tmp_path, n_train_steps=n_train_steps, **files, **given)
+        )
+
+    go(1, reward=Variety())
+    capsys.readouterr()
+    go(2, resume=True, **{"reward": Variety(), **changed})
+    lines = [x for x in capsys.readouterr().out.splitlines() if "changed since the check" in x]
+    assert lines == [f"resume: the {words} changed since the checkpoint was saved"] * bool(words)
