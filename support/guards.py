@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import starter
-from support import edits, gpu, ranks, report
+from support import edits, gpu, lora, ranks, report
 
 try:
     import fcntl
@@ -131,6 +131,8 @@ class Guards:
     def report(self, result, policy, ref_model, llm, tokenizer, problems):
         """After the run: how far the policy is from where it began, intervals, pictures."""
         run = self.run
+        if run.cfg.lora_rank:
+            lora.save_adapters(policy, run.folder / "adapters", run.cfg)
         report.report(result, policy, ref_model, llm, tokenizer, problems, run)
         close()
         if run.stop and run.state["step"] < run.cfg.n_train_steps:

@@ -1,15 +1,17 @@
 """Tests of lora_rank: adapters of peft in the policy, which is its own reference without them."""
 
 import copy
+import json
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import make_responses, make_step, scalars, settings
+from conftest import make_responses, make_step, save_checkpoint, scalars, settings
 from lab.architectures import own_log_probs
 from lab.small_models import make_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import starter
 from starter import InputError
@@ -152,6 +154,20 @@ def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint,
     changed = {name for name in before if not torch.equal(before[name], ours[name])}
     assert ours.keys() == before.keys()
     assert changed == {name for name in before if "_proj.weight" in name}
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])  # whose weights are transposed
+def test_saved_adapters_make_the_saved_model_of_the_base(tmp_path, family):
+    base = save_checkpoint(tmp_path / "base", family=family)
+    folder = starter.main(**settings(base, tmp_path, **LORA))["run_folder"]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    load = AutoModelForCausalLM.from_pretrained
+    merged, without = (load(path)(ids).logits for path in (folder / "model", base))
+    adapted = peft.PeftModel.from_pretrained(load(base), folder / "adapters")
+    torch.testing.assert_close(adapted(ids).logits, merged, rtol=0, atol=1e-5)
+    assert (merged - without).abs().max() > 0.01
+    described = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(base)
 
 
 @pytest.mark.slow
