@@ -174,9 +174,9 @@ def try_reward_on_empty_response(tokenizer, problem, cfg):
     """A mistake in a reward shows here, before the engine starts and anything is sampled."""
     if "completions" in inspect.signature(cfg.reward).parameters:
         raise InputError(
-            "the reward has a parameter named completions, as in TRL, where it gets lists; wrap "
-            "it: reward=lambda text, problem: YOURS(completions=[text], prompts=[problem['prompt']]"
-            ", **{key: [x] for key, x in problem.items()})[0]"
+            "the reward has a parameter named completions, as in TRL, where it gets lists; give "
+            "reward=lambda text, problem: YOURS(completions=[text], prompts=[problem['prompt']], "
+            "**{key: [x] for key, x in problem.items()})[0]"
         )
     empty = starter.Response(problem["prompt_ids"], cfg.stop_token_ids[:1], [0.0], True)
     rewards.score([empty], [problem], tokenizer, cfg.reward)

@@ -1,6 +1,7 @@
 """What callers get wrong: each mistake costs one sentence with the value and a remedy, before
 anything is written; what changes nothing, or is often a mistake, is said."""
 
+import inspect
 import json
 import shutil
 from types import SimpleNamespace
@@ -227,12 +228,52 @@ def test_what_is_often_a_mistake_is_said(checkpoint, capsys, text, words):
     assert words in printed and bool(words) == bool(printed)
 
 
+def of_trl(prompts, completions, answer, **columns):
+    return [float(completion == right) for completion, right in zip(completions, answer)]
+
+
+def in_a_list(text, problem):
+    return [float(text == problem["answer"]), 7.0]
+
+
+def wrapped_as_printed(YOURS):
+    """The line that each message prints, for the reward that it refuses."""
+    if YOURS is in_a_list:
+        return dict(reward=lambda text, problem: YOURS(text, problem)[0])
+    return dict(
+        reward=lambda text, problem: YOURS(
+            completions=[text],
+            prompts=[problem["prompt"]],
+            **{key: [x] for key, x in problem.items()},
+        )[0]
+    )
+
+
+def condensed(text):
+    return "".join(text.split()).replace("'", '"').replace(",)", ")")
+
+
+@pytest.mark.parametrize("reward", [of_trl, in_a_list])
+def test_reward_of_another_signature_is_refused_with_the_line_that_wraps_it(checkpoint, reward):
+    x = loaded(checkpoint)
+    x.cfg.reward = reward
+    _, line = refusal(rules.check_model, *vars(x).values()).split("give reward=")
+    assert condensed(f"reward={line}") in condensed(inspect.getsource(wrapped_as_printed))
+    x.cfg.reward = wrapped_as_printed(reward)["reward"]
+    rules.check_model(**vars(x))
+    assert x.cfg.reward("3", {"prompt": "p", "answer": "3", "prompt_ids": [7]}) == 1
+
+
 def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
     x = loaded(checkpoint)
     for problem, text in zip(x.problems.train, ("sort 21", "Sort 21", "TOP 1")):
         problem["prompt_ids"] = x.tokenizer(text)["input_ids"]
     rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
-    assert "2 of 40 prompts hold characters" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 of 40 prompts hold characters" in printed and "see ['S'] in" in printed
+    x.tokenizer.chat_template = "{{ messages[0].content }}\n"
+    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
+    assert r"see ['\n', 'S'] in" in capsys.readouterr().out
 
 
 # 4. A run that is resumed
