@@ -191,7 +191,9 @@ def note_mistakes(tokenizer, problems, cfg):
         if tokenizer.chat_template is not None:
             chat = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(chat, tokenize=False)
-        characters = sorted(x for x in set(text) if unknown in tokenizer(x)["input_ids"])
+        read = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
+        places = zip(read["input_ids"], read.get("offset_mapping", []))
+        characters = sorted({text[slice(*place)] for token, place in places if token == unknown})
         print(
             f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
             f"tokenizer does not know: the model cannot see {characters} in {text!r:.200}"

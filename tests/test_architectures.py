@@ -118,7 +118,9 @@ def test_family_is_right_with_adapters(name, tmp_path):
     [
         ("bert (looks ahead)", "what stands after a token changes its log-probs"),
         ("deepseek_v32", "what stands after a token changes its log-probs"),
-        ("deepseek_v4", "what stands after a token changes"),  # in long rows alone
+        ("deepseek_v4", "what stands after a token changes"),  # in long rows alone, like the next
+        ("hy_v4", "what stands after a token changes"),
+        ("xlm", "what stands after a token changes"),
         ("llama (rope longrope, rows on both sides)", "what stands after a token changes its"),
         ("mllama", "no model of text alone"),
         ("rwkv (weights rescaled for sampling)", "its forward pass changes its weights"),

@@ -11,6 +11,8 @@ import huggingface_hub
 import pytest
 import torch
 
+from conftest import settings
+
 import starter
 from starter import InputError
 from support import attach, kl_checks, rules
@@ -267,11 +269,11 @@ def test_reward_of_another_signature_is_refused_with_the_line_that_wraps_it(chec
 def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
     x = loaded(checkpoint)
     for problem, text in zip(x.problems.train, ("sort 21", "Sort 21", "TOP 1")):
-        problem["prompt_ids"] = x.tokenizer(text)["input_ids"]
+        problem.update(prompt=text, prompt_ids=x.tokenizer(text)["input_ids"])
     rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
     printed = capsys.readouterr().out
     assert "2 of 40 prompts hold characters" in printed and "see ['S'] in" in printed
-    x.tokenizer.chat_template = "{{ messages[0].content }}\n"
+    x.tokenizer.chat_template = "\n{{ messages[0].content }}"
     rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
     assert r"see ['\n', 'S'] in" in capsys.readouterr().out
 

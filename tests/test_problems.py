@@ -255,8 +255,10 @@ def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_ou
     # The first fits exactly.
     assert fitting(problems) == ["system:be brief.user:2 + 2?.think", "user:2+2.think"]
     assert "1 of 3 prompts are left out: with max_new_tokens = 14" in capsys.readouterr().out
-    text.max_position_embeddings = tokenizer.chat_template = None
-    assert fitting(problems[1:]) == ["2+2", "2" * 50]
+    tokenizer.chat_template = None
+    for no_limit in (None, -1):
+        text.max_position_embeddings = no_limit
+        assert fitting(problems[1:]) == ["2+2", "2" * 50]
 
 
 def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
