@@ -1,6 +1,5 @@
 """What is said and drawn of a finished run of starter.py. Nothing here changes the model."""
 
-import importlib.util
 import math
 import re
 from dataclasses import astuple
@@ -23,7 +22,7 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
         run.log("eval", {"0_headline/kl_per_token": result["kl_per_token"]}, run.state["step"])
     if run.writes_files:
         log_hparams(run)
-        draw(run)
+        draw(run, n)
         text = "\n".join(lines_of_report(result, n, run))
         print(text)
         (run.folder / "report.txt").write_text(text + "\n", "utf-8")
@@ -109,31 +108,37 @@ def log_hparams(run):
         run.writer.file_writer.add_summary(summary)
 
 
-def draw(run):
-    """Puts curve.png into the run's folder and log."""
-    if importlib.util.find_spec("matplotlib") is None:
+PANELS = {  # unit of the y axis -> tags
+    "mean reward": "train/reward_mean",
+    "share solved": "eval/(solved|retention_.*)",
+    "KL, nats per token": "0_headline/kl_per_token",
+}
+
+
+def draw(run, n):
+    """Puts curve.png into the run's folder: over the steps the reward, the shares solved, with the
+    95 % interval of the task's n problems, and the KL. Opens no window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
         print("no picture of the curves: matplotlib is not installed")
         return
-    run.writer.flush()
-    figure = draw_curve(run.folder)
-    figure.savefig(run.folder / "curve.png")
-    run.writer.add_figure("pictures/curve", figure, run.state["step"])
-
-
-def draw_curve(folder):
-    """The reward of the steps, the shares solved in evaluations, and the KL if it was measured. The
-    figure is so narrow that TensorBoard's grid does not shrink it, and opens no window."""
-    from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    figure = Figure(figsize=(4.2, 5.6), dpi=110, layout="constrained")
-    upper, lower = figure.subplots(2)
-    lower.set_title("KL in nats per token, over the steps")
-    for tag in log.Tags()["scalars"]:
-        if re.fullmatch("train/(reward_mean|kl_per_token)|eval/(solved|retention_.*)", tag):
-            panel = lower if "kl" in tag else upper
+    run.writer.flush()
+    log = EventAccumulator(str(run.folder), size_guidance={"scalars": 0}).Reload()
+    figure = Figure(figsize=(6, 7), layout="constrained")
+    panels = figure.subplots(3, sharex=True)
+    for panel, (unit, tags) in zip(panels, PANELS.items()):
+        panel.set_ylabel(unit)
+        for tag in filter(re.compile(tags).fullmatch, log.Tags()["scalars"]):
             _, steps, values = zip(*map(astuple, log.Scalars(tag)))
-            panel.plot(steps, values, ".-", label=tag)
-    upper.legend(fontsize=8)
+            panel.plot(steps, values, ".-", label=tag.partition("/")[2])
+            if tag == "eval/solved":
+                ends = zip(*[wilson_interval(value, n) for value in values])
+                panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
+    panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside it
+    panels[2].set_xlabel("step")
+    panels[2].xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(run.folder / "curve.png")
     return figure

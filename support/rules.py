@@ -6,11 +6,11 @@ in main(), or of the preset's value where that is None, so that a new one needs 
 """
 
 import difflib
-import importlib.util
 import inspect
 import json
 import os
 import re
+import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -47,10 +47,16 @@ def check_known(name, value, options):
 
 def check_kinds(cfg):
     """Raises InputError for a switch or a number of another kind than its default, for a number
-    that is too small, and for what changes nothing. Settings may still be None or "auto"."""
+    that is too small, and for what changes nothing. Prints all that differs from the defaults.
+    Settings may still be None or "auto"."""
     preset = starter.PRESETS.get(cfg.preset, {})
+    typed = " ".join(sys.argv)
+    given = {}
     for name, default in vars(starter.cfg_with()).items():
         value = getattr(cfg, name)
+        if value != default or f"--{name}" in typed:
+            given[name] = value
+            check_is_read(name, value, cfg)
         if value == default or name == "clip_range":  # which may be two numbers
             continue
         example = preset.get(name, default)
@@ -60,7 +66,7 @@ def check_kinds(cfg):
             raise InputError(f"{name} = {value!r:.200} must be {KINDS[kind]}, such as {example!r}")
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
-        check_is_read(name, value, cfg)
+    print(f"given: {given}")
 
 
 def check_is_read(name, value, cfg):
@@ -86,10 +92,6 @@ def check_settings(cfg):
     if cfg.frozen_in_bf16 and not (frozen and cfg.precision != "float32"):
         raise InputError(
             "frozen_in_bf16 needs precision bf16 or fp16, and use_kl_penalty or lora_rank"
-        )
-    if cfg.lora_rank and importlib.util.find_spec("peft") is None:
-        raise InputError(
-            f"lora_rank = {cfg.lora_rank} needs peft, which is not installed here; pip install peft"
         )
     if Path(cfg.model_id, "adapter_config.json").is_file():  # transformers would train both
         raise InputError(
@@ -160,12 +162,9 @@ def check_model(policy, tokenizer, problems, cfg):
         chat = [{"role": "user", "content": "1 + 1"}]
         if "1 + 1" not in tokenizer.apply_chat_template(chat, tokenize=False):
             raise InputError("the chat template leaves out the user's message; mend or delete it")
-    trained_on = {str(problem["prompt"]) for problem in problems.train}
-    for problem in problems.held_out:
-        if str(problem["prompt"]) in trained_on:
-            raise InputError(
-                f"the held-out problem {problem['prompt']!r:.200} is also trained on; take it out"
-            )
+    train, held_out = [{str(problem["prompt"]) for problem in part} for part in problems]
+    for prompt in train & held_out:
+        raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")
     try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
     note_mistakes(tokenizer, problems, cfg)
 
@@ -222,8 +221,13 @@ def settings_in(text):
 
 
 def check_resume(run):
-    """Raises InputError for a change of settings with which the run cannot go on rightly, and says
-    what else has changed. Sets damaged checkpoints aside."""
+    """Raises InputError where the run's folder cannot be made, or for a change of settings with
+    which a run cannot go on rightly, and says what else has changed. Sets damaged checkpoints
+    aside."""
+    try:
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out_dir = {run.cfg.out_dir!r} cannot be written: {error}")
     path = run.folder / "settings.json"
     if not path.is_file():
         return
@@ -236,8 +240,8 @@ def check_resume(run):
         ends = {Path(str(x)).parts[-2:] for x in (old, new)}  # of a file or folder, elsewhere
         if name in FIXED and len(ends) > 1:
             raise InputError(
-                f"{name} = {new!r} would break the curve of {run.folder}, which began with "
-                f"{old!r}; give that, or begin a new run without resume"
+                f"{name} = {new!r} would break the curve of {run.folder}; type --preset "
+                f"{before['preset']} --{name} {old}, or leave out --resume for a new run"
             )
         print(f"resume: {name} was {old!r}, now it is {new!r}")
     for checkpoint in run.folder.glob("checkpoint_*.pt"):

@@ -31,7 +31,7 @@ if starter.find_support():  # names of its tasks, presets and KL rules are known
 
 @pytest.fixture(autouse=True)
 def plain_functions_before_and_after(monkeypatch):  # which ends later than this
-    monkeypatch.setattr(report, "draw", lambda run: None)  # a fourth of the time of a short run
+    monkeypatch.setattr(report, "draw", lambda *_: None)  # a fourth of the time of a short run
     edits.restore()
     yield
     edits.restore()

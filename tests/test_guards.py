@@ -191,7 +191,6 @@ def test_headline_curves_come_first_and_equal_those_they_repeat(watched):
         ("0_headline/response_length", "train/response_length"),
         ("0_headline/reward", "train/reward_mean"),
         ("0_headline/solved", "eval/solved"),
-        ("adaptive_kl/raw_kl", "train/kl_penalty"),
     ):
         assert logged[tag] == logged[repeated]
     for step, length in logged["train/response_length"].items():
@@ -229,8 +228,6 @@ def test_run_has_the_same_bits_with_and_without_guards(watched, checkpoint, tmp_
 @pytest.mark.parametrize(
     "sign, step, metric, value, engine",
     [
-        ("", 2, "kl_per_token", 0.19, "auto"),
-        ("drift", 2, "kl_per_token", 0.21, "auto"),
         ("cut gradient", 2, "grad_norm", 0.0, "auto"),
         ("truncated", 2, "truncated_frac", 1.0, "auto"),
         ("sampler", 1, "sampler_logprob_diff", 0.021, "transformers"),
@@ -260,32 +257,35 @@ def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text,
     state = {}
     equal = {**FINE, "grad_norm": 0.0, "frac_zero_std": 1.0}
     for metrics in [equal, FINE, *[equal] * n_equal]:  # the first one does not count
-        guards.update_state(1, metrics, SAMPLES, state)
+        guards.update_state(1, metrics, state)
     samples = [{key: True}], ["4", text], None, None
     signs = guards.step_signs(9, equal, samples, state, starter.cfg_with(reward=reward))
     assert " ".join(dict(signs)) == sign
 
 
 @pytest.mark.parametrize(
-    "signs, step, solved, sort, reward",
+    "signs, solved, sort",
     [
-        ("", 9, 0.21, 0.86, variety),
-        ("forgotten", 9, 0.3, 0.84, variety),
+        ("", 0.21, 0.86),
+        ("forgotten", 0.3, 0.84),
         # Of a run that collapses the learning rate is named, not the KL penalty.
-        ("collapse", 9, 0.1, 0.2, variety),
-        ("collapse unsolved", 9, 0.0, 0.9, variety),
-        ("collapse", 0, 0.0, 0.9, variety),
-        ("collapse", 9, 0.0, 0.9, starter.reward_fn),
+        ("collapse", 0.1, 0.2),
+        ("collapse", 0.0, 0.9),
     ],
 )
-def test_signs_of_trouble_in_an_evaluation(signs, step, solved, sort, reward):
-    state = {"before": {"solved": 0.3, "retention_sort": 0.9}, "best_reward": 0.9}
-    metrics = {"solved": solved, "retention_sort": sort}
-    found = guards.evaluation_signs(step, metrics, state, starter.cfg_with(reward=reward))
+def test_signs_of_trouble_in_an_evaluation(signs, solved, sort):
+    state = {"before": {"solved": 0.3, "retention_sort": 0.9}}
+    found = guards.evaluation_signs({"solved": solved, "retention_sort": sort}, state)
     assert " ".join(dict(found)) == signs
-    state["best_reward"] = 1.0  # in training, where none of these few was solved
-    found = guards.evaluation_signs(step, metrics, state, starter.cfg_with(reward=reward))
-    assert " ".join(dict(found)) == signs.removesuffix(" unsolved")
+
+
+def test_reward_below_1_is_no_reason_for_a_warning(checkpoint, tmp_path, capsys):
+    """And each evaluation shows one sample."""
+    given = settings(checkpoint, tmp_path, n_train_steps=2, eval_every=1)
+    starter.main(**given | dict(reward=lambda text, problem: variety(text, problem) / 10))
+    printed = capsys.readouterr().out
+    assert "Warning" not in printed
+    assert printed.count("\nSample: 'add ") == printed.count("\nEval at step") == 3
 
 
 def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
@@ -298,11 +298,10 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 # Steps that are skipped
 
 
-def test_several_skipped_steps_in_a_row_stop_the_run(watch, capsys):
+def test_several_skipped_steps_in_a_row_stop_the_run(watch):
     looking = watch()
     for step in range(1, 10):
         looking(step, {**FINE, "loss": math.inf if step != 5 else 0.1}, SAMPLES)
     assert looking.run.log.call_args[0][1]["skipped_steps"] == 8
-    assert "The reward of 't1' was nan; return a number" in capsys.readouterr().out
     with pytest.raises(RunStopped, match="5 steps in a row"):
         looking(10, {**FINE, "grad_norm": math.inf}, SAMPLES)

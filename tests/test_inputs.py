@@ -1,9 +1,12 @@
 """What callers get wrong: each mistake costs one sentence with the value and a remedy, before
 anything is written; what changes nothing, or is often a mistake, is said."""
 
+import ast
 import inspect
 import json
+import re
 import shutil
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -71,6 +74,23 @@ def test_wrong_setting_or_one_without_effect_is_refused_before_anything_is_writt
     assert not (tmp_path / "runs").exists()
 
 
+def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = refusal(starter.main, preset="tiny", device="cpu", out_dir=tmp_path / "file" / "runs")
+    assert "out_dir = " in words and "Not a directory" in words
+
+
+def test_setting_that_changes_nothing_is_refused_when_typed_with_its_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["starter.py", "--kl_coef", "0.3"])
+    assert "kl_coef = 0.3 changes nothing" in refusal(chosen, "--kl_coef 0.3")
+
+
+def test_all_that_differs_from_the_defaults_is_on_one_line(capsys):
+    chosen("--seed 3 --device cpu --use_kl_penalty --eval_every 50")
+    expected = {"preset": "tiny", "seed": 3, "device": "cpu", "use_kl_penalty": True}
+    assert f"given: {expected}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "text", ["--temperature 2", "--importance_cap inf", "--clip_range (0.2,0.3)", "--model_id None"]
 )
@@ -117,9 +137,12 @@ REMEDIES = {
 @pytest.mark.parametrize("text", REMEDIES)
 def test_kl_term_that_is_known_not_to_work_needs_reproduce_paper(text):
     cfg = typed(text, use_kl_penalty=True)
-    assert REMEDIES[text] in refusal(kl_checks.check_kl, cfg)
-    cfg.reproduce_paper = True
-    kl_checks.check_kl(cfg)
+    printed = refusal(kl_checks.check_kl, cfg)
+    assert REMEDIES[text] in printed and "reproduce_paper = True" in printed
+    for remedy in printed.rpartition("use ")[2].split(" or "):
+        changed = re.findall(r"(\w+) = ('\w+'|True)", remedy)
+        values = {name: ast.literal_eval(value) for name, value in changed}
+        kl_checks.check_kl(SimpleNamespace(**vars(cfg) | values))
     assert kl_checks.check_kl(typed(text)) == []
 
 
@@ -293,8 +316,10 @@ def resumed(folder, text, **began_with):
 
 @pytest.mark.parametrize("text", ["--group_size 4", "--model_id other/tiny", "--task a/b.jsonl"])
 def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_path, text):
-    run = resumed(tmp_path, text)
-    assert " would break the curve" in refusal(rules.check_resume, run)
+    """What the message says to type is right."""
+    printed = refusal(rules.check_resume, resumed(tmp_path, text))
+    [advice] = re.findall("would break the curve of .*; type (.*), or", printed)
+    rules.check_resume(resumed(tmp_path, f"{text} {advice}"))
 
 
 def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):

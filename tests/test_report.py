@@ -76,24 +76,32 @@ def test_hparams_have_the_same_columns_for_every_run(finished):
     assert columns[0]["reward"].string_value == "variety"
 
 
-def test_pictures_fit_into_tensorboards_grid_and_show_what_was_measured(finished):
-    free, penalised = (result["run_folder"] for result in finished)
-    assert (free / "curve.png").is_file()
-    [image] = log_of(free).Images("pictures/curve")
-    assert image.width < 500
-    logged = scalars(penalised)
-    curve = report.draw_curve(penalised)
-    lines = [line for panel in curve.axes for line in panel.lines]
-    drawn = {line.get_label(): list(line.get_ydata()) for line in lines}
-    assert drawn == {
-        tag: [*logged[tag].values()]
-        for tag in ("train/reward_mean", "eval/solved", "eval/retention_sort", "train/kl_per_token")
-    }
+def test_picture_names_its_axes_and_shows_what_was_measured(finished):
+    folder = finished[1]["run_folder"]
+    figure = draw(mock.Mock(folder=folder), 10)
+    assert (folder / "curve.png").is_file()
+    logged = scalars(folder)
+    lines = [[(line.get_label(), list(line.get_ydata())) for line in x.lines] for x in figure.axes]
+    tags = [["train/reward_mean"], ["eval/retention_sort", "eval/solved"], ["train/kl_per_token"]]
+    assert [sorted(panel) for panel in lines] == [
+        [(tag.rpartition("/")[2], [*logged[tag].values()]) for tag in panel] for panel in tags
+    ]
+    units = [panel.get_ylabel() for panel in figure.axes]
+    assert units == ["mean reward", "share solved", "KL, nats per token"]
+    assert figure.axes[-1].get_xlabel() == "step"
+    solved = figure.axes[1]
+    [band] = solved.collections
+    at_start = [y for x, y in band.get_paths()[0].vertices if x == 0]
+    interval = report.wilson_interval(logged["eval/solved"][0], 10)
+    assert (min(at_start), max(at_start)) == pytest.approx(interval)
+    figure.draw_without_rendering()
+    legend = solved.get_legend().get_window_extent()
+    assert legend.x0 > solved.get_window_extent().x1  # beside the curves
 
 
 def test_without_matplotlib_a_line_says_so(capsys):
-    with mock.patch.dict(sys.modules, matplotlib=None):
-        draw(None)
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        draw(None, 10)
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
