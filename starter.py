@@ -43,6 +43,7 @@ import argparse
 import ast
 import copy
 import functools
+import glob
 import importlib.util
 import inspect
 import json
@@ -55,6 +56,7 @@ import zlib
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -195,6 +197,18 @@ def init_policy(model_id, device):
     return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
+def init_teacher(ref_model_id, tokenizer, device):
+    """Returns the model of a checkpoint, frozen, as the reference of the KL penalty. It may be of
+    another size or class than the policy, but must know the same tokens by the same ids."""
+    teacher, its_tokenizer = init_policy(ref_model_id, device)
+    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"ref_model_id = {str(ref_model_id)!r} has other tokens than the policy, so that its "
+            "log-probs are of other texts; take a teacher of the same family"
+        )
+    return teacher.requires_grad_(False)
+
+
 def train_checkpointed_layers(policy):
     """Puts into train mode the layers that gradient checkpointing runs again, and nothing inside
     them: dropout would change the log-probs at random."""
@@ -263,8 +277,6 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
         hf_overrides={"head_dtype": "float32"},  # like Float32Head
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_mem_util,
-        max_num_seqs=256,
-        max_num_batched_tokens=8_192,
         logprobs_mode="processed_logprobs",
         use_tqdm_on_load=False,
     )
@@ -277,18 +289,12 @@ def load_weights_in_worker(worker, weights):
 
 
 def load_policy_into_vllm_instance(policy, llm):
-    """Hands the policy's weights to vLLM and drops what its prefix cache computed with the old
-    ones. Without it vLLM would sample from an old policy."""
+    """Hands the policy's weights to vLLM, which would sample from an old policy otherwise."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # Named as in checkpoints
     weights = revert_weight_conversion(policy, dict(weights_by_name(policy)))
     llm.collective_rpc(load_weights_in_worker, args=(weights,))
-    if llm.reset_prefix_cache() is not True:
-        raise RunStopped(
-            "vLLM kept its prefix cache after a weight sync, so it would read prompts with old "
-            "weights; check the version of vLLM"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,7 +333,11 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
         )
         for i in range(len(prompts))
     ]
-    llm.reset_prefix_cache()  # a resumed run then repeats the same bits
+    if llm.reset_prefix_cache() is not True:  # also, so that a resumed run repeats the same bits
+        raise RunStopped(
+            "vLLM kept its prefix cache, so it would read prompts with old weights; check the "
+            "version of vLLM"
+        )
     inputs = [{"prompt_token_ids": prompt_ids} for prompt_ids in prompts]
     responses = []
     for prompt_ids, request in zip(prompts, llm.generate(inputs, params, use_tqdm=False)):
@@ -501,6 +511,11 @@ def reward_fn(response_text, problem):
     return score_answer(response_text, problem)
 
 
+def no_reward(response_text, problem):
+    """In training with reward=None: the KL term alone teaches."""
+    return 0.0
+
+
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards.
     support/ wraps this function: it awaits async rewards, and several processes share the work."""
@@ -666,7 +681,8 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
     }
     if ref_logits is not None:
-        ref_log_p = all_log_probs(ref_logits, temperature)
+        # A larger teacher of a family may have more logits, of no token
+        ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
         difference = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
         stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
@@ -753,7 +769,7 @@ def cfg_with(**changes):
     """Returns the settings of main() with these changes, for tests and programs of yours."""
     parameters = inspect.signature(main).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    return SimpleNamespace(**{**defaults, **changes})
+    return SimpleNamespace(**defaults | changes)
 
 
 class KLSettings(SimpleNamespace):
@@ -763,7 +779,7 @@ class KLSettings(SimpleNamespace):
     def __init__(self, **changes):
         defaults = vars(cfg_with())
         of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
-        super().__init__(**{**of_kl, **changes})
+        super().__init__(**of_kl | changes)
         check_names(self)
 
 
@@ -844,10 +860,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     d = (policy_log_probs - ref_log_probs).detach()
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
     weight = ratio.clamp(max=cfg.kl_ratio_cap)
-    count = weight  # for the log: weights the sampled tokens as today's policy would draw them
     if cfg.kl_estimator in EXACT:
         kl = vocab_kl
-        count = 1.0
     else:
         kl = sampled_kl(policy_log_probs, ref_log_probs, weight, cfg)
     adapted = apply_term_rule(kl, d, mask, cfg)
@@ -860,8 +874,8 @@ def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     elif cfg.kl_in == "reward":
         penalty = penalty_in_reward((sampler_log_probs - ref_log_probs).detach(), mask, cfg)
     metadata = {
-        "kl_penalty_mean": count * kl,
-        "adaptive_kl/adapted_kl": count * adapted,
+        "kl_penalty_mean": kl,
+        "adaptive_kl/adapted_kl": adapted,
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
     }
     for name, estimator in ESTIMATORS.items():
@@ -944,8 +958,7 @@ def compute_loss(
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
     # weighted by their ratio: truncated importance sampling (F. Yao et al., 2025, "On the
     # Rollout-Training Mismatch in Modern RL Systems").
-    importance = torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
-    advantages = advantages * importance
+    advantages = advantages * torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
     # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
     # its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
     clip_low = clip_high = clip_range
@@ -972,11 +985,8 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, scaler=
     mask = rows["response_mask"]
     stats = token_statistics(policy, rows, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
-    if "old_log_probs" not in rows:
-        rows["old_log_probs"] = log_probs.detach()
-    old_log_probs = rows["old_log_probs"]
-    sampler_log_probs = rows["rollout_log_probs"]
-    stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
+    old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
+    stats["sampler_logprob_diff"] = (old_log_probs - rows["rollout_log_probs"]).abs()
     loss, metadata = compute_loss(
         rows["advantages"],
         log_probs,
@@ -987,7 +997,7 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, scaler=
         mask,
         kl_settings=cfg,
         vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),
-        sampler_log_probs=sampler_log_probs,
+        sampler_log_probs=rows["rollout_log_probs"],
         importance_cap=cfg.importance_cap,
     )
     loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
@@ -1007,11 +1017,11 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
     support/ wraps this function: it adds "retention_<name>" of other skills."""
     prompts = [problem["prompt_ids"] for problem in problems]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
-    texts, rewards = score(responses, problems, tokenizer, cfg.reward)
+    texts, rewards = score(responses, problems, tokenizer, cfg.reward or reward_fn)
     metrics = {
         "solved": (rewards >= 1).float().mean().item(),
         "reward_mean": rewards.mean().item(),
-        "response_length": sum(len(r.response_ids) for r in responses) / len(responses),
+        "response_length": fmean(len(response.response_ids) for response in responses),
     }
     return metrics, list(zip(problems, texts, rewards.tolist()))
 
@@ -1066,18 +1076,19 @@ class Run:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.state = {"step": 0, "controller": None, "before": None, "after": None}
+        self.state = {"step": 0, "controller": None, "before": None}
         self.writes_files = True  # as the only process, or the first of several
         self.stop = 0  # support/ sets it at Ctrl-C or SIGTERM: end after this step
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
         self.folder = Path(cfg.out_dir) / name
         if cfg.resume:
-            if cfg.resume is True:
-                runs = Path(cfg.out_dir).glob("*/settings.json")
-                cfg.resume = max(runs, default=Path("runs/none")).parent
-            self.folder = Path(cfg.resume)
-            if not (self.folder / "settings.json").is_file():
-                raise InputError(f"resume: {self.folder} is no folder of a run; give one")
+            folder = cfg.resume
+            if folder is True:
+                folder = f"{cfg.out_dir}/*"
+            found = glob.glob(f"{folder}/settings.json")
+            if not found:
+                raise InputError(f"resume: {folder} is no folder of a run; give one")
+            self.folder = Path(max(found)).parent
 
     def open(self, policy, optimizer):
         """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
@@ -1087,9 +1098,8 @@ class Run:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
+        if self.cfg.resume:  # of step 0, if there is no checkpoint
             print(f"resumed: {self.folder} after step {self.state['step']}")
-        if self.cfg.resume and not self.state["step"]:
-            print(f"{self.folder} has no checkpoint of a step: it begins anew")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
             next_step = self.state["step"] + 1 if self.state["before"] else 0
@@ -1203,7 +1213,7 @@ def train(
     scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
     scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
     if state["before"] is None:
-        evaluate_at(state["step"])
+        evaluate_at(0)
         state["before"] = state["after"]
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
@@ -1215,7 +1225,7 @@ def train(
         rollout_seconds = time.perf_counter() - start
 
         # 2. Score them. The advantages compare the responses of one group alone.
-        texts, rewards = score(responses, asked, tokenizer, cfg.reward)  # (P * G,)
+        texts, rewards = score(responses, asked, tokenizer, cfg.reward or no_reward)  # (P * G,)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std
         )
@@ -1259,8 +1269,8 @@ def train(
 
         # 5. Log, evaluate and save.
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        metrics["response_length"] = sum(len(r.response_ids) for r in responses) / len(responses)
-        metrics["truncated_frac"] = sum(not r.finished for r in responses) / len(responses)
+        metrics["response_length"] = fmean(len(response.response_ids) for response in responses)
+        metrics["truncated_frac"] = fmean(not response.finished for response in responses)
         metrics["time/rollout"] = rollout_seconds
         metrics["time/total"] = time.perf_counter() - start
         if ref_model is not None:
@@ -1352,7 +1362,7 @@ def main(
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
     eval_file=None,  # held-out problems, JSONL or "user/data::test"; None: a quarter of task's
-    reward=reward_fn,  # see section 5
+    reward=reward_fn,  # see section 5; None: only the KL term teaches, with ref_model_id
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
@@ -1375,6 +1385,7 @@ def main(
     epochs_per_rollout=1,  # optimiser steps per rollout
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
+    ref_model_id=None,  # a teacher as the reference: a folder or name; None: the model as it starts
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
     kl_estimator="k3",  # the value; "k1", "k2", "k3" have the same gradient; or one of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
@@ -1434,7 +1445,9 @@ def main(
             "lower max_new_tokens"
         )
     ref_model = None
-    if cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
+    if cfg.ref_model_id:
+        ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
+    elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # support/, 3 of 4: LoRA, faster mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
@@ -1461,8 +1474,7 @@ def main(
     if support:  # support/, 4 of 4: warnings, Ctrl-C, and after the run the report
         watch = support.watch(run)
 
-    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
-    train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, kl_coef, watch)
+    train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, cfg.kl_coef, watch)
 
     # Save the model, and report.
     weights = dict(weights_by_name(policy))
@@ -1498,8 +1510,8 @@ def test_kl_gradient():
     for estimator in [*ESTIMATORS, "exact"]:
         # Column i is token i. It is drawn with its probability, by which its penalty is weighted.
         cfg = KLSettings(kl_estimator=estimator)
-        everywhere = probs.bool()
-        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), everywhere, cfg, exact[:, None])
+        mask = probs.bool()
+        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
         mean = (probs.detach() * penalty).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
@@ -1517,10 +1529,8 @@ def test_step():
     """Fails if log-probs are of other tokens, a step has the wrong sign or depends on its cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    policy = LlamaForCausalLM(config)
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    policy = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **small))
     cfg = cfg_with(precision="float32", max_new_tokens=9)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)

@@ -314,11 +314,10 @@ def loss_by_loops(step, cfg):
                 later = sum(kl_at(u, "policy")[3] for u in places if u > t)
                 by_policy[b][t] += weight * cfg.kl_coef * drawn * later
 
-            # The log. A sampled KL counts for as many tokens as the policy would have drawn.
-            count = 1.0 if cfg.kl_estimator == "exact" else drawn
+            # The log
             of_token = {
-                "kl_penalty_mean": count * kl,
-                "adaptive_kl/adapted_kl": count * adapted,
+                "kl_penalty_mean": kl,
+                "adaptive_kl/adapted_kl": adapted,
                 "kl_capped_frac": math.exp(policy - sampler) > cfg.kl_ratio_cap,
                 "ratio_mean": ratio,
                 "clip_frac": used * advantage != ratio * advantage,

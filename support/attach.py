@@ -25,11 +25,12 @@ def check(run):
     rules.check_settings(cfg)
     for note in kl_checks.check_kl(cfg):
         print(note)
-    if str(cfg.model_id) == "tiny":
-        cfg.model_id = tasks.TINY
+    for name in ("model_id", "ref_model_id"):
+        if str(getattr(cfg, name)) == "tiny":
+            setattr(cfg, name, tasks.TINY)
     guards.lock(run)
     rules.check_resume(run)
-    rules.check_hub(cfg.model_id, cfg.task, cfg.eval_file)
+    rules.check_hub(cfg.model_id, cfg.ref_model_id, cfg.task, cfg.eval_file)
     memory.check_fits(cfg)
     if cfg.engine == "vllm":
         engines.attach()
@@ -38,12 +39,14 @@ def check(run):
 
 def prepare(policy, ref_model, tokenizer, problems, cfg):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
-    reference, which with LoRA is the policy without its adapters."""
+    reference: without a teacher, and with LoRA, the policy without its adapters."""
     cfg.sources = rules.sources_of(policy, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
-        ref_model = lora.add_adapters(policy, cfg)
+        start = lora.add_adapters(policy, cfg)
+        if cfg.use_kl_penalty and ref_model is None:
+            ref_model = start
     if ranks.WORLD == 1:
         fast.attach(policy, ref_model, problems, cfg)  # compares in float32
     if cfg.frozen_in_bf16:

@@ -125,7 +125,8 @@ class Guards:
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             numbers |= gpu.share_of_peak(metrics, run.cfg)
         if "kl_per_token" in metrics:
-            numbers["0_headline/kl_per_token"] = metrics["kl_per_token"]
+            name = "kl_to_teacher" if run.cfg.ref_model_id else "kl_per_token"
+            numbers[f"0_headline/{name}"] = metrics["kl_per_token"]
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
         run.log("train", numbers, step)
 
@@ -166,6 +167,8 @@ def step_signs(step, metrics, samples, state, cfg):
     """Yields (sign, text) of what is wrong after a step."""
     problems, texts, _, _ = samples
     n_equal = state["n_equal"]
+    if cfg.reward is None:  # nothing is said of rewards
+        n_equal = 1
     has_own_reward = cfg.reward is not starter.reward_fn or not edits.is_shipped("reward_fn")
     asks_for_tags = not has_own_reward and "last_number" not in problems[0]
     if step == 1 and cfg.engine == "transformers":

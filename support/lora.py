@@ -51,7 +51,7 @@ def lora_config(names, cfg):
 
 def add_adapters(policy, cfg):
     """Freezes the policy and puts trainable matrices A and B beside its linear layers: W x becomes
-    W x + 2 B A x. B is 0 at first. Returns the reference, or None without a KL penalty."""
+    W x + 2 B A x. B is 0 at first. Returns the policy without its adapters, as a reference."""
     from peft import inject_adapter_in_model
 
     names = layers_to_adapt(policy)
@@ -62,8 +62,7 @@ def add_adapters(policy, cfg):
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
     edits.wrap(weights_by_name=merged_weights)
-    if cfg.use_kl_penalty:
-        return Within(policy, without_adapters)
+    return Within(policy, without_adapters)
 
 
 def save_adapters(policy, folder, cfg):

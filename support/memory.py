@@ -19,17 +19,21 @@ def linear_layers(model):
     return [x for x in model.modules() if isinstance(x, kinds) and x is not head]
 
 
+def without_memory(config):
+    """The model of a transformers config, without memory for its weights: all can be counted."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def predicted_gb(config, cfg, n_tokens, n_ranks=1):
     """A transformers config, main()'s settings, tokens of a microbatch -> gigabytes in use when
     most is: in the update, while the weights are handed over or saved, or after loading. n_ranks:
     processes that divide the weights among themselves.
 
-    The model is built without memory for its weights, so that all are counted. For the backward
-    pass a token keeps about 4 bytes (5 in float32) for each input and output of a linear layer, and
-    two layers' worth more while the backward pass is in one of them.
+    For the backward pass a token keeps about 4 bytes (5 in float32) for each input and output of a
+    linear layer, and two layers' worth more while the backward pass is in one of them.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = without_memory(config)
     config = config.get_text_config()
     layers = linear_layers(model)
     sides = sum(sum(layer.weight.shape) for layer in layers)  # inputs + outputs
@@ -52,9 +56,16 @@ def predicted_gb(config, cfg, n_tokens, n_ranks=1):
         sync = 4 * n_linear  # with the adapters added, all of them at once
     else:
         update += 4 * n_head
-        if cfg.use_kl_penalty:
+        if cfg.use_kl_penalty and not cfg.ref_model_id:
             weights += 4 * n_all - 2 * n_stored
             loading *= 2
+    if cfg.ref_model_id:  # a teacher, all of whose logits are made at once
+        teacher = without_memory(AutoConfig.from_pretrained(cfg.ref_model_id))
+        weights += 4 * teacher.num_parameters()
+        loading += 4 * teacher.num_parameters()
+        if cfg.frozen_in_bf16:
+            weights -= 2 * sum(layer.weight.numel() for layer in linear_layers(teacher))
+        update += 4 * n_tokens * config.vocab_size
     staying = (weights + 12 * n_learning) / n_ranks  # with gradients and moments
     if n_ranks > 1:
         sync = 4 * n_all
@@ -125,20 +136,23 @@ def check_fits(cfg):
 def store_frozen_in_bf16(policy, ref_model, cfg):
     """Stores the linear layers that do not learn in 16 bits. Autocast rounds them so in any case:
     the log-probs keep their bits. Raises InputError for a model where they do not."""
-    model = policy if cfg.lora_rank else ref_model  # with LoRA the reference is the policy, too
     ids = torch.arange(16, device=policy.device)[None]
 
-    def log_probs():
+    def log_probs(model):
         return starter.get_response_log_probs(model, ids, ids, ids >= 0, 1.0, cfg.precision)
 
-    before = log_probs()
-    for layer in linear_layers(model):
-        if not layer.weight.requires_grad:
-            layer.to(starter.DTYPES[cfg.precision])
-    if not torch.equal(before, log_probs()):
-        raise starter.InputError(
-            f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it out"
-        )
+    for model in (policy, ref_model):
+        if not isinstance(model, torch.nn.Module):  # the policy without its adapters, or none
+            continue
+        before = log_probs(model)
+        for layer in linear_layers(model):
+            if not layer.weight.requires_grad:
+                layer.to(starter.DTYPES[cfg.precision])
+        if not torch.equal(before, log_probs(model)):
+            raise starter.InputError(
+                f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it "
+                "out"
+            )
 
 
 def step_in_parts(step, policy, rows, n, *others):

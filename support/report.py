@@ -38,8 +38,9 @@ def lines_of_report(result, n, run):
             yield f"  {name:<18} {before:6.1%} -> {now:6.1%}  ({100 * (now - before):+.1f} points)"
     low, high = wilson_interval(result["after"]["solved"], n)
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
+    reference = run.cfg.ref_model_id or "model before training"
     yield (
-        f"KL(policy || model before training): {result['kl_per_token']:z.3f} nats per token, "
+        f"KL(policy || {reference}): {result['kl_per_token']:z.3f} nats per token, "
         f"{result['kl_per_sequence']:z.2f} nats per response"
     )
 

@@ -71,7 +71,9 @@ def check_kinds(cfg):
 
 def check_is_read(name, value, cfg):
     """Raises InputError for a setting of the KL penalty that changes nothing."""
-    if not cfg.use_kl_penalty and (name in OF_A_RULE or name.startswith("kl_")):
+    of_kl = name in OF_A_RULE or name.startswith("kl_") or name == "ref_model_id"
+    is_alone = name == "reward" and value is None  # as the KL term is then
+    if not cfg.use_kl_penalty and (of_kl or is_alone):
         remedy = "use_kl_penalty = True"
     elif name in OF_A_RULE and cfg.kl_adaptation_method == "none":
         remedy = "a kl_adaptation_method that reads it"
@@ -138,7 +140,7 @@ def init_policy(model_id, device):
     except Exception as error:  # whatever transformers raises over files that others wrote
         words = " ".join(str(error).split())
         raise InputError(
-            f"model_id = {str(model_id)!r} cannot be loaded ({words:.300}); give a folder written "
+            f"{str(model_id)!r} cannot be loaded ({words:.300}); give a folder written "
             "by save_pretrained, or a Hugging Face name"
         ) from error
 
@@ -171,14 +173,15 @@ def check_model(policy, tokenizer, problems, cfg):
 
 def try_reward_on_empty_response(tokenizer, problem, cfg):
     """A mistake in a reward shows here, before the engine starts and anything is sampled."""
-    if "completions" in inspect.signature(cfg.reward).parameters:
+    reward = cfg.reward or starter.reward_fn
+    if "completions" in inspect.signature(reward).parameters:
         raise InputError(
             "the reward has a parameter named completions, as in TRL, where it gets lists; give "
             "reward=lambda text, problem: YOURS(completions=[text], prompts=[problem['prompt']], "
             "**{key: [x] for key, x in problem.items()})[0]"
         )
     empty = starter.Response(problem["prompt_ids"], cfg.stop_token_ids[:1], [0.0], True)
-    rewards.score([empty], [problem], tokenizer, cfg.reward)
+    rewards.score([empty], [problem], tokenizer, reward)
 
 
 def note_mistakes(tokenizer, problems, cfg):

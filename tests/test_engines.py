@@ -15,7 +15,6 @@ import torch
 from conftest import make_tokenizer, save_checkpoint
 from lab.crash_test import outcome, sums
 from test_runs import Killed, at_call, die, full_settings
-from transformers import AutoModelForCausalLM
 
 import starter
 from support import engines, lora
@@ -72,11 +71,11 @@ def test_engine_that_does_not_start_says_how_to_go_on(monkeypatch):
         engines.init_vllm("model", 0, 128, 0.2, "fp16")
 
 
-def test_weight_sync_refuses_an_engine_that_keeps_its_prefix_cache(checkpoint):
+def test_rollout_refuses_an_engine_that_keeps_its_prefix_cache(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", mock.Mock())
     llm = mock.Mock(**{"reset_prefix_cache.return_value": False})
-    policy = AutoModelForCausalLM.from_pretrained(checkpoint)
     with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
-        starter.load_policy_into_vllm_instance(policy, llm)
+        sample(llm, [[1, 2]])
 
 
 def save_with_vision(folder):

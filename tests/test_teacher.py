@@ -1,0 +1,153 @@
+"""A teacher as the reference: its KL term, alone and beside a reward, and what a run says of it."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import gradient_of, make_step, save_checkpoint, scalars, settings
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import starter
+from starter import InputError
+from support import memory, tasks
+
+V = 4  # tokens of the enumeration
+PROMPT = [1, 2, 3]
+
+
+def small_models():
+    """A policy and a teacher of another size, with two more logits, in float64."""
+    torch.manual_seed(0)
+    sizes = dict(n_positions=8, n_layer=1, n_head=1, initializer_range=0.5)
+    policy = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=8, **sizes)).double().eval()
+    teacher = GPT2LMHeadModel(GPT2Config(vocab_size=V + 2, n_embd=12, **sizes)).double().eval()
+    return policy, teacher.requires_grad_(False)
+
+
+def log_probs_of(model, ids):
+    return model(input_ids=torch.tensor([ids])).logits[0, -1, :V].log_softmax(dim=0)
+
+
+def divergence_by_enumeration(policy, teacher, kind):
+    """Of responses of two tokens: the KL over whole responses, or the sum of those at each state
+    that the policy visits, in which the visits have no gradient."""
+    log_p, log_q = log_probs_of(policy, PROMPT), log_probs_of(teacher, PROMPT)
+    visits = log_p.exp() if kind == "sequence" else log_p.exp().detach()
+    log_ps = torch.stack([log_probs_of(policy, [*PROMPT, token]) for token in range(V)])
+    log_qs = torch.stack([log_probs_of(teacher, [*PROMPT, token]) for token in range(V)])
+    if kind == "forward":
+        log_p, log_q, log_ps, log_qs = log_q, log_p, log_qs, log_ps
+    first = (log_p.exp() * (log_p - log_q)).sum()
+    second = (log_ps.exp() * (log_ps - log_qs)).sum(dim=1)
+    return first + (visits * second).sum()
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("states", {"kl_estimator": "k3"}),
+        ("states", {"kl_estimator": "exact"}),
+        ("forward", {"kl_estimator": "exact_forward"}),
+        ("sequence", {"kl_estimator": "k1", "kl_in": "loss_to_go"}),
+        ("sequence", {"kl_estimator": "exact", "kl_in": "loss_to_go"}),
+    ],
+)
+def test_expected_gradient_is_that_of_the_kl_to_a_teacher_of_another_size(kind, changes):
+    policy, teacher = small_models()
+    cfg = starter.cfg_with(precision="float32", use_kl_penalty=True, kl_ratio_cap=99, **changes)
+    for response in itertools.product(range(V), repeat=2):
+        probability = 1.0
+        for t, token in enumerate(response):
+            log_probs = log_probs_of(policy, [*PROMPT, *response[:t]])
+            probability *= log_probs[token].exp().item()
+        # As the policy samples them
+        rows = make_step([starter.Response(PROMPT, list(response), [0.0] * 2, True)])
+        rows["advantages"] = torch.zeros(1, 4)
+        rows["weights"] = torch.full((1, 4), probability, dtype=torch.float64)
+        stats = starter.token_statistics(policy, rows, 1.0)
+        rows["rollout_log_probs"] = stats["log_probs"].detach()
+        starter.grpo_microbatch_step(policy, rows, cfg, teacher, 1.0)
+    ours = gradient_of(policy)
+    policy.zero_grad()
+    divergence_by_enumeration(policy, teacher, kind).backward()
+    torch.testing.assert_close(ours, gradient_of(policy), rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("teacher"), family="Llama", hidden_size=32)
+
+
+def run(checkpoint, out_dir, teacher, **changes):
+    """A run that follows a teacher, without a reward."""
+    given = settings(checkpoint, out_dir, reward=None, ref_model_id=str(teacher))
+    given |= dict(use_kl_penalty=True, kl_coef=1.0, kl_estimator="exact", learning_rate=0.01)
+    return starter.main(**given | changes)
+
+
+def kl_to_teacher(result):
+    return list(scalars(result["run_folder"])["0_headline/kl_to_teacher"].values())
+
+
+def test_run_without_a_reward_follows_its_teacher_and_names_it(
+    checkpoint, teacher, tmp_path, capsys, monkeypatch
+):
+    """The task's own reward is called in evaluations alone."""
+    scored = []
+    monkeypatch.setattr(starter, "score_answer", lambda text, problem: scored.append(text) or 1.0)
+    monkeypatch.setattr(tasks, "score_answer", starter.score_answer)
+    result = run(checkpoint, tmp_path, teacher, n_train_steps=8)
+    assert result["after"]["solved"] == 1.0
+    assert len(scored) == 1 + 2 * 10  # of an empty response, and of 10 problems before and after
+    kl = kl_to_teacher(result)
+    assert 0 < kl[-1] < kl[0] / 2
+    out = capsys.readouterr().out
+    assert f"KL(policy || {teacher})" in out
+    assert "all rewards" not in out and "the policy drifts" not in out
+    resumed = dict(resume=result["run_folder"], n_train_steps=9)
+    run(checkpoint, tmp_path, save_checkpoint(tmp_path / "other"), **resumed)
+    assert f"ref_model_id was {str(teacher)!r}, now it is" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_reference_of_adapters_is_the_teacher_in_16_bits_and_not_their_base(
+    checkpoint, teacher, tmp_path
+):
+    stored = dict(frozen_in_bf16=True, precision="bf16")
+    result = run(checkpoint, tmp_path, teacher, lora_rank=2, n_train_steps=1, **stored)
+    assert kl_to_teacher(result)[0] > 0.01  # to their base it is 0 in the first step
+
+
+def test_teacher_with_other_tokens_is_refused_whatever_their_number(checkpoint, teacher, tmp_path):
+    tokenizer = (teacher / "tokenizer.json").read_text("utf-8")
+    other = save_checkpoint(tmp_path / "other")
+    assert tokenizer.count('"a": ') == tokenizer.count('"b": ') == 1
+    swapped = (
+        tokenizer.replace('"a": ', '"?": ').replace('"b": ', '"a": ').replace('"?": ', '"b": ')
+    )
+    (other / "tokenizer.json").write_text(swapped, "utf-8")
+    with pytest.raises(InputError, match="has other tokens than the policy"):
+        run(checkpoint, tmp_path, other)
+
+
+@pytest.mark.parametrize("changes", [{"ref_model_id": "tiny"}, {"reward": None}])
+def test_teacher_or_no_reward_is_refused_without_the_kl_term(changes, checkpoint, tmp_path):
+    with pytest.raises(InputError, match="changes nothing; .* use_kl_penalty = True"):
+        starter.main(**settings(checkpoint, tmp_path) | changes)
+
+
+def test_memory_counts_the_teacher(checkpoint, teacher):
+    config = AutoConfig.from_pretrained(checkpoint)
+    kl = dict(use_kl_penalty=True, engine="transformers", precision="bf16", frozen_in_bf16=True)
+    start, taught = (
+        memory.predicted_gb(config, starter.cfg_with(**kl, ref_model_id=name), 1)
+        for name in (None, teacher)
+    )
+
+    def stored(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        linear = sum(layer.weight.numel() for layer in memory.linear_layers(model))
+        return 4 * model.num_parameters() - 2 * linear
+
+    difference = stored(teacher) - stored(checkpoint) + 4 * config.vocab_size  # its logits
+    assert 1e9 * (taught - start) == pytest.approx(difference)
