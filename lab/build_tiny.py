@@ -126,26 +126,26 @@ def fit(model, ids, labels):
         optimizer.zero_grad()
 
 
-def build(folder):
-    """Builds the checkpoint in folder. starter.py tells what it can do before the first step."""
+def build(folder, **sizes):
+    """Builds the checkpoint in folder. starter.py tells what it can do before the first step.
+    sizes: of a model of another shape."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     ids, labels = to_tensors(tokenizer, make_examples(STEPS * BATCH_SIZE))
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=256,
-            tie_word_embeddings=True,
-            max_position_embeddings=256,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    settings = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    model = Qwen3ForCausalLM(Qwen3Config(**settings | sizes))
     fit(model, ids, labels)
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

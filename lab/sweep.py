@@ -8,9 +8,13 @@ it was. Each run is a process of its own, --jobs at a time, which share the core
 something new, add lines with these two columns.
 
 Settings may also name a "recipe", or several as in "a+b", which are applied before the run, and an
-"environment", variables of its process. "kept" is the mean of the four other skills, or the share
-of the questions that SmolLM2 still answers. A curve has a value for each evaluation; that of the
-nats per token between sampler and trainer has one for each tenth of the steps.
+"environment", variables of its process. In the place of a model's name may stand the settings of
+another run, whose model is taken, or {"sizes": ...} of one that lab.build_tiny builds. The task
+"skills" asks for the other skills in training.
+
+"kept" is the mean of the four other skills, or the share of the questions that SmolLM2 still
+answers. A curve has a value for each evaluation; that of the nats per token between sampler and
+trainer has one for each tenth of the steps.
 """
 
 import argparse
@@ -33,21 +37,44 @@ print("\\n" + json.dumps(sweep.train(*json.loads(sys.argv[1]))))
 """
 
 
-def train(settings, seed):
-    """Runs main() in this process. Returns what it measures."""
+def run(settings, seed, out_dir):
+    """Runs main() in this process. Returns its result."""
     import starter
+    from lab import build_tiny, real_model
+
+    def skills(cfg):
+        problems = [build_tiny.make_skill(skill, 1000, False) for skill in build_tiny.SKILLS]
+        return sum(problems, []), starter.TASKS["countdown_small"](cfg)[1]
+
+    chosen = {"preset": "tiny", "eval_every": 0, "save_every": 0, **settings}
+    if chosen["preset"] == "smollm2":
+        chosen["model_id"] = str(real_model.model_folder())
+    if chosen.get("task") == "skills":
+        chosen["task"] = skills
+    for name in ("model_id", "ref_model_id"):
+        source = chosen.get(name)
+        if isinstance(source, dict):
+            folder = Path(tempfile.mkdtemp(dir=out_dir), "model")
+            if "sizes" in source:
+                build_tiny.build(folder, **source["sizes"])
+            else:
+                shutil.copytree(run(source, seed, out_dir)["run_folder"] / "model", folder)
+                shutil.copy(Path(build_tiny.tasks.TINY, "retention.jsonl"), folder)
+            chosen[name] = str(folder)
+    return starter.main(**chosen, seed=seed, out_dir=out_dir)
+
+
+def train(settings, seed):
+    """Returns what a run measures."""
     from lab import real_model
 
     is_smollm2 = settings.get("preset") == "smollm2"
-    if is_smollm2:
-        settings["model_id"] = str(real_model.model_folder())
-    chosen = {"preset": "tiny", "eval_every": 0, "save_every": 0, **settings}
     with tempfile.TemporaryDirectory() as out_dir:
-        result = starter.main(**chosen, seed=seed, out_dir=out_dir)
+        result = run(settings, seed, out_dir)
         log = read_log(result["run_folder"])
         if is_smollm2:
             trained = result["run_folder"] / "model"
-            kept = [1.0, real_model.questions_kept(settings["model_id"], trained)]
+            kept = [1.0, real_model.questions_kept(str(real_model.model_folder()), trained)]
     curves = {tag: [value for _, value in points] for tag, points in log.items()}
     if not is_smollm2:
         skills = [values for tag, values in curves.items() if tag.startswith("eval/retention_")]
