@@ -15,15 +15,24 @@ from lab import crash_test
 
 import starter
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT.pop("TOKENIZERS_PARALLELISM", None)  # which starter.py sets
-
 
 @pytest.fixture
 def alone(tmp_path):
     """A folder that holds starter.py and nothing else."""
     (tmp_path / "alone").mkdir()
     return Path(shutil.copy(starter.__file__, tmp_path / "alone")).parent
+
+
+def python(alone, *arguments):
+    """Runs Python in this folder."""
+    environment = os.environ | {
+        "PYTHONPATH": "",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TOKENIZERS_PARALLELISM", None)  # which starter.py sets
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=alone, env=environment, text=True, capture_output=True)
 
 
 @pytest.mark.slow
@@ -52,6 +61,7 @@ def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
     assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lines, words",
     [(None, "No such file or directory: 'data.jsonl'"), (["{}", ""], "line 1 is no")],
@@ -59,8 +69,7 @@ def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
 def test_file_alone_says_in_one_sentence_what_is_wrong_with_a_file(alone, checkpoint, lines, words):
     if lines:
         (alone / "data.jsonl").write_text("\n".join(lines))
-    command = [sys.executable, "starter.py", "--model_id", checkpoint, "--task", "data.jsonl"]
-    done = subprocess.run(command, cwd=alone, env=ENVIRONMENT, text=True, capture_output=True)
+    done = python(alone, "starter.py", "--model_id", checkpoint, "--task", "data.jsonl")
     assert done.stderr.startswith("starter.py stopped: ") and words in done.stderr
     assert done.stderr.count("\n") == 1 == done.returncode
 
@@ -78,13 +87,10 @@ def test_file_alone_says_in_one_sentence_what_is_wrong_with_a_file(alone, checkp
 )
 def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name, value):
     monkeypatch.setattr(starter, "find_support", lambda: None)
-    cfg = starter.cfg_with(
-        engine="transformers", rollout_batch_size=16, kl_adaptation_method="target+clip"
-    )
-    starter.check_settings(cfg)
-    setattr(cfg, name, value)
+    given = dict(engine="transformers", rollout_batch_size=16, kl_adaptation_method="target+clip")
+    starter.check_settings(starter.cfg_with(**given))
     with pytest.raises(starter.InputError, match=name):
-        starter.check_settings(cfg)
+        starter.check_settings(starter.cfg_with(**given | {name: value}))
 
 
 # Prints what changed while starter was imported.
@@ -112,8 +118,7 @@ print(json.dumps([[name for name in before if before[name] != after[name]],
 
 
 def test_import_changes_nothing_but_variables_that_are_not_set(alone):
-    command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, cwd=alone, env=ENVIRONMENT, text=True, capture_output=True)
+    done = python(alone, "-c", LOOK)
     assert (done.stderr, done.returncode) == ("", 0)
     changed, variables, overwritten, imported = json.loads(done.stdout)
     assert changed == overwritten == imported == [] != variables

@@ -28,11 +28,8 @@ def test_enumerated_claims_hold(make_rows, settings):
 
 def test_claim_that_is_not_so_does_not_hold(monkeypatch):
     monkeypatch.setattr(starter, "add_gradient", lambda value, surrogate: value)
-    assert [
-        row
-        for row in verify_kl.gradient_rows(1)
-        if row["gradient"] == "reverse" and not row["holds"]
-    ]
+    made = verify_kl.gradient_rows(1)
+    assert any(row["gradient"] == "reverse" and not row["holds"] for row in made)
 
 
 def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -56,18 +53,14 @@ def test_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"use_kl_penalty": True}, {"recipe": "rloo+pass_at_k"}])
-def test_run_gives_a_whole_row(changes):
+def test_run_gives_a_whole_row():
     small = dict(n_train_steps=10, rollout_batch_size=64, n_eval_problems=20, eval_every=5)
-    if "recipe" in changes:
-        small["eval_samples"] = 4
-    row = sweep.run_one(changes | small, 0, 1)
+    row = sweep.run_one(small | {"recipe": "rloo+pass_at_k", "eval_samples": 4}, 0, 1)
     assert 0 < row["kl_per_token"] < 1 and row["solved_after"] > 0
     assert row["commit"] == rows.commit()
     shares = [float(share) for share in row["curve_kept"].split()]
     assert len(shares) == 3 and shares[-1] == float(row["kept_after"])
-    assert len(row["curve_solved"].split()) == 3
-    assert ("pass_at_4_after" in row) == ("recipe" in changes)
+    assert len(row["curve_solved"].split()) == 3 and "pass_at_4_after" in row
 
 
 def points(*solved, seconds=10.0):
@@ -77,17 +70,12 @@ def points(*solved, seconds=10.0):
 def test_goal_is_reached_where_the_mean_of_three_evaluations_is(monkeypatch):
     times = [race.time_to(points(0.4, 0.9, 0.5, 0.7, 0.9), goal) for goal in (0.65, 0.68, 0.75)]
     assert times == [10.0, 30.0, math.inf]
-    monkeypatch.setattr(
-        race,
-        "read_runs",
-        lambda name: {
-            **{("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1, 2)},
-            ("TRL", 2): points(0.4, 0.8, 0.8, 0.8, seconds=20.0),
-            ("TRL", 0): points(0.4, 0.4, 0.4, 0.4, seconds=20.0),
-            ("TRL", 1): points(0.4, 0.8, 0.8, 0.8, seconds=30.0),
-            ("TRL", 7): points(0.9),
-        },
-    )
+    runs = {("starter.py", seed): points(0.4, 0.8, 0.8, 0.8) for seed in (0, 1, 2)}
+    runs["TRL", 2] = points(0.4, 0.8, 0.8, 0.8, seconds=20.0)
+    runs["TRL", 0] = points(0.4, 0.4, 0.4, 0.4, seconds=20.0)
+    runs["TRL", 1] = points(0.4, 0.8, 0.8, 0.8, seconds=30.0)
+    runs["TRL", 7] = points(0.9)
+    monkeypatch.setattr(race, "read_runs", lambda name: runs)
     lines = race.race_lines("tiny")
     assert lines[1] == ["75% solved", 3, "30.0", "75.0", "3.00"]
     assert lines[-1] == ["all 15 steps, to 80.0% and 66.7% solved", 3, "30.0", "60.0", "2.00"]
@@ -111,20 +99,9 @@ def test_converted_model_answers_and_trains(tmp_path, changes):
     model, tokenizer = starter.init_policy(folder, "cpu")
     [text] = real_model.greedy(model, tokenizer, ["What is the capital of France?"])
     assert real_model.names_answer(text, "Paris")
-    result = starter.main(
-        **settings(
-            folder,
-            tmp_path,
-            task="addition",
-            n_train_steps=2,
-            learning_rate=1e-4,
-            warmup_steps=0,
-            max_tokens_per_microbatch=2000,
-            use_kl_penalty=True,
-            kl_coef=0.1,
-        )
-        | changes
-    )
+    given = settings(folder, tmp_path, task="addition", n_train_steps=2, learning_rate=1e-4)
+    given |= dict(warmup_steps=0, max_tokens_per_microbatch=2000, use_kl_penalty=True, kl_coef=0.1)
+    result = starter.main(**given | changes)
     log = scalars(result["run_folder"])
     assert log["train/kl_per_token"][1] < 1e-6 < log["train/kl_per_token"][2]
     assert max(log["train/sampler_logprob_diff"].values()) < 1e-3

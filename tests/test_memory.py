@@ -71,10 +71,14 @@ def test_run_that_cannot_fit_is_refused_with_what_would_fit(tmp_path, monkeypatc
     memory.check_fits(cfg)  # what cannot be counted is not refused
 
 
-def test_free_memory_of_a_gpu_is_less_what_vllm_takes(monkeypatch):
+def test_free_memory_of_a_gpu_is_less_what_vllm_takes_and_of_a_mac_what_its_gpu_may_use(
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20e9, 24e9))
     for engine, share, free in (("transformers", 4, 20), ("vllm", 0.25, 14), ("vllm", 4, 16)):
         assert memory.free_gb(cfg_of(engine, gpu_mem_util=share)) == free
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 11 * 10**9)
+    assert memory.free_gb(starter.cfg_with(device=torch.device("mps"))) == 11.0
     assert 0 < memory.free_gb(starter.cfg_with(device=torch.device("cpu"))) < 1e5
 
 
@@ -157,13 +161,13 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device):
 def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
     checkpoint, tmp_path, capsys, device
 ):
-    given = settings(checkpoint, tmp_path, max_tokens_per_microbatch=1000)
+    given = settings(checkpoint, tmp_path, max_tokens_per_microbatch=1000, n_train_steps=2)
     device.n_tokens = 100
     starter.main(**given)
-    starter.main(**{**given, "n_train_steps": 6, "resume": True})
+    starter.main(**{**given, "n_train_steps": 3, "resume": True})
     before, _, after = capsys.readouterr().out.partition("Step 1/")
     assert before.count("out of memory: microbatches of") >= 2
-    assert "Step 6/" in after and "out of memory" not in after
+    assert "Step 3/" in after and "out of memory" not in after
     device.n_tokens = 0
     for message, told in ((CUDA, "with one response at a time"), ("shapes", "^shapes$")):
         device.messages = itertools.repeat(message)

@@ -1,5 +1,5 @@
-"""Windows, consoles and locales: what is missing there is hidden here, since no such machine is at
-hand."""
+"""Windows, Macs, consoles and locales: what is missing there is hidden here, since no such machine
+is at hand."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import REPOSITORY
+from forked import edited_text, write_copy
 
 UNIX_ONLY = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 
@@ -37,23 +38,64 @@ starter.main(**given | dict(n_train_steps=3, resume=True))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program, environment",
-    [(AS_ON_WINDOWS, {}), ("", {"PYTHONIOENCODING": "ascii"}), (OTHER_LOCALE, {})],
-    ids=["Windows", "ASCII console", "other locale"],
-)
-def test_run_trains_saves_and_resumes_elsewhere(checkpoint, tmp_path, program, environment):
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+# A Mac's GPU has no float64.
+NO_FLOAT64 = """
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+class NoFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+                raise TypeError(f"{function} makes a float64 tensor")
+        return made
+
+import starter
+from conftest import settings
+with NoFloat64():
+    starter.main(**settings(sys.argv[1], sys.argv[2], use_kl_penalty=True, n_train_steps=2))
+"""
+AS_ON_A_MAC = {
+    'probs.device.type != "mps"': 'probs.device.type != "cpu"',
+    "dtype=torch.float64)  # on the CPU": ")",  # rewards, which never are on the device
+}
+
+
+def run_program(program, checkpoint, out_dir, folder=REPOSITORY, **environment):
+    """Runs a program that imports starter from a folder. Returns its output and its errors."""
+    path = os.pathsep.join([str(folder), str(REPOSITORY / "tests")])
     fixed = dict(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONUTF8="0")
     environment = {**os.environ, **fixed, "PYTHONWARNDEFAULTENCODING": "1", **environment}
-    command = [sys.executable, "-c", program + TRAIN, checkpoint, tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8")
+    command = [sys.executable, "-c", program, checkpoint, out_dir]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert " after step 2\n" in done.stdout and "Step 3/" in done.stdout
-    assert "FAILED" not in done.stdout
-    for line in done.stderr.splitlines():
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, encoding",
+    [(AS_ON_WINDOWS, "utf-8"), ("", "ascii"), (OTHER_LOCALE, "utf-8")],
+    ids=["Windows", "ASCII console", "other locale"],
+)
+def test_run_trains_saves_and_resumes_elsewhere(checkpoint, tmp_path, program, encoding):
+    printed, errors = run_program(program + TRAIN, checkpoint, tmp_path, PYTHONIOENCODING=encoding)
+    assert " after step 2\n" in printed and "Step 3/" in printed
+    assert "ok: test_step" in printed and "FAILED" not in printed
+    for line in errors.splitlines():
         is_own = str(REPOSITORY) in line and "site-packages" not in line
         assert not (is_own and "EncodingWarning" in line), line
-    if "PYTHONIOENCODING" in environment:
-        assert "ok: test_step" in done.stdout and done.stdout.isascii()
+    assert printed.isascii() or encoding != "ascii"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_support", [True, False])
+def test_run_makes_no_float64_tensor(checkpoint, tmp_path, with_support):
+    copy = write_copy(tmp_path / "copy", edited_text(AS_ON_A_MAC), with_support)
+    printed, _ = run_program(NO_FLOAT64, checkpoint, tmp_path / "runs", copy)
+    assert "Step 2/" in printed and ("token_statistics" in printed) == with_support
