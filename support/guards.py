@@ -134,7 +134,7 @@ class Guards:
         """After the run: how far the policy is from where it began, intervals, pictures."""
         run = self.run
         if run.cfg.lora_rank:
-            lora.save_adapters(policy, run.folder / "adapters", run.cfg)
+            lora.save_adapters(policy, run.folder / "adapters")
         report.report(result, policy, ref_model, llm, tokenizer, problems, run)
         close()
         if run.stop and run.state["step"] < run.cfg.n_train_steps:

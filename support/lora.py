@@ -36,36 +36,31 @@ def layers_to_adapt(policy):
     return names
 
 
-def lora_config(names, cfg):
-    """Returns peft's description of adapters beside these layers."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(cfg.model_id),
-        r=cfg.lora_rank,
-        lora_alpha=2 * cfg.lora_rank,
-        target_modules=names,
-    )
-
-
 def add_adapters(policy, cfg):
     """Freezes the policy and puts trainable matrices A and B beside its linear layers: W x becomes
     W x + 2 B A x. B is 0 at first. Returns the policy without its adapters, as a reference."""
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
     names = layers_to_adapt(policy)
     torch.manual_seed(cfg.seed)
     # In a list, so that peft does not see which architecture it is and choose other layers.
-    config = lora_config([f"0.{name}" for name in names], cfg)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(cfg.model_id),
+        r=cfg.lora_rank,
+        lora_alpha=2 * cfg.lora_rank,
+        target_modules=[f"0.{name}" for name in names],
+    )
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
+    config.target_modules = names
+    policy.adapter_config = config
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
     edits.wrap(weights_by_name=merged_weights)
     return Within(policy, without_adapters)
 
 
-def save_adapters(policy, folder, cfg):
+def save_adapters(policy, folder):
     """Saves the adapters alone, for PeftModel.from_pretrained(model, folder)."""
     tensors = {}
     for name, tensor in edits.own("weights_by_name")(policy):
@@ -73,8 +68,7 @@ def save_adapters(policy, folder, cfg):
             name = name.replace(".default.", ".")
             tensors[f"base_model.model.{name}"] = ranks.whole(tensor)
     if ranks.RANK == 0:
-        names = [name for name, module in policy.named_modules() if hasattr(module, "base_layer")]
-        lora_config(names, cfg).save_pretrained(folder)
+        policy.adapter_config.save_pretrained(folder)
         save_file(tensors, folder / "adapter_model.safetensors")
         print(f"the adapters alone, in peft's format: {folder}")
 

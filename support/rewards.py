@@ -84,30 +84,30 @@ def advantages_of_scored(rewards, group_size, *others):
     group: its advantage is 0, and the others are compared with each other. A step in which no two
     can be compared is left as it is, to be skipped."""
     own = edits.own("compute_group_normalized_advantages")
-    is_scored = ~rewards.isnan()
-    if is_scored.all():
+    unscored_frac = rewards.isnan().float().mean().item()
+    if unscored_frac == 0:
         return own(rewards, group_size, *others)
-    advantages = torch.zeros_like(rewards)
     of_groups = []
-    for rows in torch.arange(len(rewards)).split(group_size):
-        rows = rows[is_scored[rows]]
-        if len(rows) > 1:
-            advantages[rows], metadata = own(rewards[rows], len(rows), *others)
+    advantages = torch.zeros_like(rewards)
+    for group, part in zip(rewards.split(group_size), advantages.split(group_size)):
+        scored = group[~group.isnan()]
+        if len(scored) > 1:
+            part[~group.isnan()], metadata = own(scored, len(scored), *others)
             of_groups.append(metadata)
     if not of_groups:
         return own(rewards, group_size, *others)
     means = {name: statistics.mean(x[name] for x in of_groups) for name in metadata}
-    return advantages, {**means, "unscored_frac": 1 - is_scored.float().mean().item()}
+    return advantages, {**means, "unscored_frac": unscored_frac}
 
 
 def evaluate(*arguments):
     """Like starter.evaluate, of the responses that could be scored."""
     metrics, samples = edits.own("evaluate")(*arguments)
-    rewards = torch.tensor([reward for _, _, reward in samples])
-    scored_frac = 1 - rewards.isnan().float().mean().item()
+    scored = [reward for _, _, reward in samples if not math.isnan(reward)]
+    scored_frac = len(scored) / len(samples)
     if 0 < scored_frac < 1:
         metrics["solved"] /= scored_frac
-        metrics["reward_mean"] = rewards.nanmean().item()
+        metrics["reward_mean"] = statistics.mean(scored)
         metrics["unscored_frac"] = 1 - scored_frac
     return metrics, samples
 

@@ -150,6 +150,11 @@ def attach():
     edits.replace(check_known=check_known, init_policy=init_policy)
 
 
+def in_template(text, tokenizer):
+    """What a user says, in the chat template."""
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+
+
 def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
@@ -161,8 +166,7 @@ def check_model(policy, tokenizer, problems, cfg):
                 f"but its model needs ids below {n_rows}; save the right tokenizer there"
             )
     if tokenizer.chat_template is not None:
-        chat = [{"role": "user", "content": "1 + 1"}]
-        if "1 + 1" not in tokenizer.apply_chat_template(chat, tokenize=False):
+        if "1 + 1" not in in_template("1 + 1", tokenizer):
             raise InputError("the chat template leaves out the user's message; mend or delete it")
     train, held_out = [{str(problem["prompt"]) for problem in part} for part in problems]
     for prompt in train & held_out:
@@ -191,11 +195,8 @@ def note_mistakes(tokenizer, problems, cfg):
     if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         text = str(unseen[0])
         if tokenizer.chat_template is not None:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False)
-        read = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
-        places = zip(read["input_ids"], read.get("offset_mapping", []))
-        characters = sorted({text[slice(*place)] for token, place in places if token == unknown})
+            text = in_template(text, tokenizer)
+        characters = sorted(set(text) - set(tokenizer.decode(tokenizer(text)["input_ids"])))
         print(
             f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
             f"tokenizer does not know: the model cannot see {characters} in {text!r:.200}"
@@ -213,14 +214,9 @@ FIXED = (
 )
 
 
-def without_addresses(text):
-    """Other processes have other addresses of functions and objects."""
-    return re.sub(" at 0x[0-9a-fA-F]+", "", text)
-
-
 def settings_in(text):
-    """Returns the settings in the text of a settings.json."""
-    return json.loads(without_addresses(text))
+    """Returns the settings in the text of a settings.json, without the addresses of functions."""
+    return json.loads(re.sub(" at 0x[0-9a-fA-F]+", "", text))
 
 
 def check_resume(run):
@@ -253,24 +249,17 @@ def check_resume(run):
             print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
 
 
-def digest(items):
-    """A short hash that is the same in each process."""
-    code = 0
-    for item in items:
-        code = zlib.crc32(without_addresses(repr(item)).encode(), code)
-    return code
-
-
 def sources_of(policy, problems, cfg):
     """Returns short hashes of what a run learns from and begins with. A thousand numbers of each
     tensor tell two fine-tunes apart."""
-    parameters = [p.detach().flatten() for p in policy.parameters()]
-    return {
-        "training problems": digest(problems.train),
-        "held-out problems": digest(problems.held_out),
+    samples = [p.flatten()[:: 1 + p.numel() // 1000].tolist() for p in policy.parameters()]
+    sources = {
+        "training problems": problems.train,
+        "held-out problems": problems.held_out,
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
-        "model": digest(p[:: 1 + len(p) // 1000].tolist() for p in parameters),
+        "model": samples,
     }
+    return {name: zlib.crc32(repr(source).encode()) for name, source in sources.items()}
 
 
 def note_changed_sources(run):

@@ -327,6 +327,13 @@ def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
     assert metadata["reward_mean"] == pytest.approx((2 / 3 + 1.5 / 4 + 0.5) / 3)
 
 
+def test_step_in_which_nothing_can_be_compared_is_left_to_be_skipped():
+    rewards.attach()
+    numbers = torch.tensor([1.0, math.nan, math.nan, 0.5])
+    advantages, _ = starter.compute_group_normalized_advantages(numbers, 2, 1e-6, True)
+    assert advantages.isnan().all()
+
+
 def test_groups_that_are_scored_stay_as_they_are():
     numbers = torch.tensor([1.0, 0.0, 0.3, 0.3])
     plain = starter.compute_group_normalized_advantages(numbers, 2, 1e-6, True)
