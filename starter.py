@@ -1072,7 +1072,9 @@ def load_checkpoint(policy, optimizer, saved):
 
 
 class Run:
-    """A run's folder, and its state: what one step hands to the next besides the weights."""
+    """A run's folder, and its state: what one step hands to the next besides the weights. With
+    support/ it also knows data, reward and model by a hash, and a resumed run says which changed;
+    this file alone does not look."""
 
     def __init__(self, cfg):
         self.cfg = cfg
