@@ -2,7 +2,6 @@
 
     python -m lab.gpu              eight minutes; a second call goes on
     python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
-    python -m lab.gpu --table      prints the table of gpu_update.csv
     python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv
 
 ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
@@ -376,36 +375,9 @@ def measure_all(is_rehearsal):
                 shutil.copytree(rows.RESULTS, os.environ["OUT"], dirs_exist_ok=True)
 
 
-TABLE = {  # header: column
-    "update": "row",
-    "card": "machine",
-    "s": "s",
-    "layers": "layers_s",
-    "head": "head_s",
-    "statistics": "statistics_s",
-    "optimiser": "optimiser_s",
-    "share of peak": "share",
-    "GB": "gb",
-    "nats from shipped": "logp_mean_plain",
-    "from float32": "logp_mean_float32",
-}
-
-
-def update_table():
-    """Returns the newest rows of gpu_update.csv, as Markdown."""
-    newest = {}
-    for row in rows.read_csv("gpu_update"):
-        if row["s"]:
-            newest[row["row"], row["machine"]] = [row.get(name, "") for name in TABLE.values()]
-    lines = [TABLE, ["---"] * len(TABLE), *newest.values()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def main():
     if "--memory" in sys.argv:
         rows.write_csv("gpus", memory_rows())
-    elif "--table" in sys.argv:
-        print(update_table())
     elif "--row" in sys.argv:
         measure(*sys.argv[2:4], "--rehearse" in sys.argv)
     else:

@@ -54,11 +54,11 @@ def run(settings, seed, out_dir):
     for name in ("model_id", "ref_model_id"):
         source = chosen.get(name)
         if isinstance(source, dict):
-            folder = Path(tempfile.mkdtemp(dir=out_dir), "model")
             if "sizes" in source:
+                folder = tempfile.mkdtemp(dir=out_dir)
                 build_tiny.build(folder, **source["sizes"])
             else:
-                shutil.copytree(run(source, seed, out_dir)["run_folder"] / "model", folder)
+                folder = run(source, seed, out_dir)["run_folder"] / "model"
                 shutil.copy(Path(build_tiny.tasks.TINY, "retention.jsonl"), folder)
             chosen[name] = str(folder)
     return starter.main(**chosen, seed=seed, out_dir=out_dir)

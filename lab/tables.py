@@ -164,6 +164,36 @@ def recipes_table():
     return run_table(runs, ["recipe", "KL penalty"])
 
 
+def precision_table():
+    """Sampler against trainer, in the first and the last tenth of the steps."""
+    runs = runs_of("precision")
+    for settings, rows in runs:
+        settings.setdefault("preset", "built-in")
+        for row in rows:
+            row["first"], *_, row["last"] = row["curve_nats"].split()
+    measured = [("nats, first steps", "first", ".1g"), ("last steps", "last", ".1g"), MEASURED[0]]
+    return run_table(runs, ["preset", "engine", "precision"], measured)
+
+
+def teacher_runs():
+    """Runs that follow a teacher, and others that follow the reward."""
+    runs = runs_of("teacher")
+    for settings, _ in runs:
+        student = settings.get("model_id", settings.get("preset", "built-in"))
+        if isinstance(student, dict):
+            student = "smaller" if "sizes" in student else "built-in, which forgot"
+        teacher = "reward"
+        if "ref_model_id" in settings:
+            teacher = f"teacher, {settings['KL']}" + " and reward" * ("reward" not in settings)
+        settings |= {"student": student, "taught by": teacher}
+    return runs
+
+
+def teacher_table():
+    measured = [*MEASURED, ("s a step", "s_per_step", ".2f")]
+    return run_table(teacher_runs(), ["student", "taught by"], measured)
+
+
 def smollm2_table():
     runs = runs_of("smollm2")
     for settings, _ in runs:
@@ -339,6 +369,21 @@ def gpu_table():
     return table(["sampled by", *GPU], lines)
 
 
+UPDATE = {  # header: column
+    "changes": "row",
+    "s": "s",
+    "share of peak": "share",
+    "GB": "gb",
+    "nats from float32": "logp_mean_float32",
+}
+
+
+def updates_table():
+    """An update of Qwen3-1.7B's shape with each of the changes that docs/hardware.md numbers."""
+    rows = read_csv("gpu_update")[:5]
+    return table(UPDATE, [[row[column] for column in UPDATE.values()] for row in rows])
+
+
 # 4. The pages.
 
 
@@ -357,6 +402,8 @@ TABLES = {
         divergences_table,
         methods_table,
         recipes_table,
+        precision_table,
+        teacher_table,
         smollm2_table,
         gradients_table,
         mistakes_table,
@@ -368,6 +415,7 @@ TABLES = {
         race_table,
         gpus_table,
         gpu_table,
+        updates_table,
     )
 }
 BLOCK = re.compile(r"(<!-- (\w+): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
@@ -386,18 +434,41 @@ def with_tables(text):
 # 5. The figures of README.md.
 
 
-def draw_learning(figure):
-    """Solved and other skills over the steps, a line for each seed."""
-    shown = {"trained task": "curve_solved", "four other skills": "curve_kept"}
-    for panel, (skills, column) in zip(figure.subplots(1, 2), shown.items()):
-        panel.set(xlabel="step", ylabel=f"{skills}: share solved")
-        for (settings, rows), color in zip(runs_of("learning"), ("C3", "C0")):
-            for row in rows:
-                shares = [float(share) for share in row[column].split()]
-                steps = [settings["eval_every"] * i for i in range(len(shares))]
-                [line] = panel.plot(steps, shares, color)
-            line.set_label(f"KL penalty {settings['KL penalty']}")
+def draw_curves(panel, runs, column, name):
+    """A line for each seed over the share of its run, a colour for each setting."""
+    for i, (settings, rows) in enumerate(runs):
+        for row in rows:
+            values = [float(value) for value in row[column].split()]
+            shares = [k / (len(values) - 1) for k in range(len(values))]
+            [line] = panel.plot(shares, values, f"C{i}")
+        line.set_label(settings[name])
+    panel.set_xlabel("share of the steps")
     panel.legend()
+
+
+def draw_learning(figure):
+    """Solved and other skills over the steps."""
+    left, right = figure.subplots(1, 2)
+    draw_curves(left, runs_of("learning"), "curve_solved", "KL penalty")
+    draw_curves(right, runs_of("learning"), "curve_kept", "KL penalty")
+    left.set_ylabel("trained task: share solved")
+    right.set_ylabel("four other skills: share solved")
+
+
+def draw_precision(figure):
+    """Sampler against trainer over a run of the built-in model."""
+    for panel, engine in zip(figure.subplots(1, 2, sharey=True), ("transformers", "vllm")):
+        runs = [run for run in runs_of("precision") if run[0]["engine"] == engine]
+        draw_curves(panel, runs[:3], "curve_nats", "precision")
+        panel.set(title=f"sampled by {engine}", yscale="log")
+    figure.supylabel("|sampler − trainer|, nats per token")
+
+
+def draw_teacher(figure):
+    """Solved over the steps of the built-in model."""
+    panel = figure.subplots()
+    draw_curves(panel, teacher_runs()[:6], "curve_solved", "taught by")
+    panel.set_ylabel("share solved")
 
 
 def draw_penalty(figure):
@@ -422,9 +493,10 @@ if __name__ == "__main__":
     if "--figures" in sys.argv:
         from matplotlib.figure import Figure
 
-        for name, draw in (("learning", draw_learning), ("kl_penalty", draw_penalty)):
+        for draw in (draw_learning, draw_penalty, draw_precision, draw_teacher):
             figure = Figure(figsize=(9, 3.4), layout="constrained")
             draw(figure)
+            name = draw.__name__.removeprefix("draw_")
             figure.savefig(REPOSITORY / "lab" / "figures" / f"{name}.png")
     for page in PAGES:
         page.write_text(with_tables(page.read_text("utf-8")), "utf-8")
