@@ -37,6 +37,11 @@ def plain_functions_before_and_after(monkeypatch):  # which ends later than this
     edits.restore()
 
 
+def needs_vllm(test):
+    is_missing = not importlib.util.find_spec("vllm")
+    return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))
+
+
 def make_tokenizer():
     """Returns the built-in model's, for which each character, and each answer tag, is a token."""
     from transformers import AutoTokenizer

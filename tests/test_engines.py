@@ -5,24 +5,18 @@ are in test_ranks.py, kills in lab/crash_test.py.
 """
 
 import gc
-import importlib.util
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import make_tokenizer, save_checkpoint
+from conftest import make_tokenizer, needs_vllm, save_checkpoint
 from lab.crash_test import outcome, sums
 from test_runs import Killed, at_call, die, full_settings
 
 import starter
 from support import engines, lora
-
-
-def needs_vllm(test):
-    is_missing = not importlib.util.find_spec("vllm")
-    return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))
 
 
 @pytest.fixture(autouse=True)

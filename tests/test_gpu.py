@@ -1,7 +1,6 @@
 """What starter.py decides and tells vLLM on a GPU, and rehearsals of lab/gpu.py. None is there:
 torch.cuda and vLLM are stood in for."""
 
-import importlib.util
 import inspect
 import sys
 from types import SimpleNamespace
@@ -9,13 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import needs_vllm
 from transformers import Qwen3ForCausalLM
 
 import starter
 from lab import bench, gpu
 from support import edits, engines
-
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
 
 
 @pytest.fixture
@@ -62,7 +60,6 @@ def test_vllm_gets_the_current_gpu_and_with_support_gigabytes_for_its_cache(llm)
     assert options["kv_cache_memory_bytes"] == 12 * 10**9
 
 
-@pytest.mark.slow
 @needs_vllm
 def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm import LLM
@@ -91,7 +88,6 @@ def test_every_tensor_of_a_step_is_on_the_policys_device():
         assert log_probs.device.type == "meta"
 
 
-@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("name", ["1+2+3", "sync, untied", "SmolLM2"])
 def test_row_of_a_gpu_is_rehearsed(name, tmp_path):
@@ -99,9 +95,3 @@ def test_row_of_a_gpu_is_rehearsed(name, tmp_path):
     columns = gpu.columns_of(command, 600)
     assert columns["error"] == ""
     assert columns.get("diff_after", 0.0) < 0.05 < columns.get("diff_stale", 1.0)
-
-
-def test_row_whose_time_is_over_leaves_its_last_words():
-    program = "import time; print('loading', flush=True); time.sleep(99)"
-    columns = gpu.columns_of([sys.executable, "-I", "-S", "-c", program], 2)
-    assert columns == {"error": "status -9, loading"}

@@ -228,11 +228,6 @@ def test_run_that_cannot_begin_leaves_no_folder(checkpoint, tmp_path, name, valu
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_runs_started_together_get_a_folder_each(checkpoint, tmp_path):
-    cfg = starter.cfg_with(**settings(checkpoint, tmp_path, run_name="same"))
-    assert starter.Run(cfg).folder != starter.Run(cfg).folder
-
-
 def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
     """A kill after it would otherwise leave a hole in the curves."""
     from torch.utils.tensorboard import SummaryWriter
