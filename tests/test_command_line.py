@@ -57,6 +57,7 @@ def start(**given):
     )
 
 
+@pytest.mark.slow
 def test_error_is_one_sentence_with_code_1():
     """Here one that support/ raises."""
     process = start(seed=0.5)

@@ -137,7 +137,6 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
         (b'{"prompt": "a", "Answer": 1}', r"the keys \['prompt', 'Answer'\], has None under 'ans"),
         (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text, or as a prompt"),
         (b'{"prompt": "", "answer": "1"}', "has '' under 'prompt'"),
-        (b'{"prompt": "a", "answer": "7 apples", "last_number": true}', "but '7 apples' is no num"),
         (b'{"prompt": "a", "answer": "5 ####"}', "has '5 ####' under 'answer'; write what"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
         (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),

@@ -100,7 +100,7 @@ def resume(kind, checkpoint, folder, **changes):
 
 
 def steps_in(printed, what="Step"):
-    return [int(step) for step in re.findall(rf"^{what} (\d+) \|", printed, re.MULTILINE)]
+    return [int(step) for step in re.findall(rf"^{what} (\d+)[/ ]", printed, re.MULTILINE)]
 
 
 # Killed, and resumed

@@ -66,7 +66,7 @@ def before_training(folder, change, engine):
     tokenizer.save_pretrained(model)
 
     def task(cfg):
-        problems = starter.TASKS["countdown_small"](cfg)[1][:40]
+        problems = starter.TASKS["countdown_small"](cfg)[1][:25]
         if tokenizer.chat_template is None:
             for problem in problems:
                 chat = [{"role": "user", "content": problem["prompt"]}]
