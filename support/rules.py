@@ -6,6 +6,7 @@ in main(), or of the preset's value where that is None, so that a new one needs 
 """
 
 import difflib
+import functools
 import inspect
 import json
 import os
@@ -13,7 +14,10 @@ import re
 import sys
 import zipfile
 import zlib
+from datetime import datetime
 from pathlib import Path
+
+from transformers import GenerationConfig
 
 import starter
 from starter import InputError
@@ -134,15 +138,28 @@ def check_hub(*names):
 
 
 def init_policy(model_id, device):
-    """starter.init_policy, with one sentence for its errors."""
+    """starter.init_policy, with one sentence for its errors. Chat templates that write today's date
+    get a fixed one, so that a run that is resumed tomorrow reads the same prompts."""
     try:
-        return edits.own("init_policy")(model_id, device)
+        policy, tokenizer = edits.own("init_policy")(model_id, device)
     except Exception as error:  # whatever transformers raises over files that others wrote
         words = " ".join(str(error).split())
         raise InputError(
             f"{str(model_id)!r} cannot be loaded ({words:.300}); give a folder written "
             "by save_pretrained, or a Hugging Face name"
         ) from error
+    config = policy.generation_config
+    try:
+        config.validate(strict=True)
+    except ValueError:  # it could not be saved after the run
+        policy.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id
+        )
+        print("generation_config.json is not valid: BOS and EOS are all that is kept of it")
+    tokenizer.apply_chat_template = functools.partial(
+        tokenizer.apply_chat_template, strftime_now=datetime(2024, 7, 26).strftime
+    )
+    return policy, tokenizer
 
 
 def attach():
@@ -150,9 +167,10 @@ def attach():
     edits.replace(check_known=check_known, init_policy=init_policy)
 
 
-def in_template(text, tokenizer):
-    """What a user says, in the chat template."""
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+def as_chat(prompt):
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
 
 
 def check_model(policy, tokenizer, problems, cfg):
@@ -165,9 +183,11 @@ def check_model(policy, tokenizer, problems, cfg):
                 f"the tokenizer of {cfg.model_id} makes {ids!s:.50} of {problem['prompt']!r:.100}, "
                 f"but its model needs ids below {n_rows}; save the right tokenizer there"
             )
+    chat = as_chat(problems.train[0]["prompt"])
     if tokenizer.chat_template is not None:
-        if "1 + 1" not in in_template("1 + 1", tokenizer):
-            raise InputError("the chat template leaves out the user's message; mend or delete it")
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        if chat[0]["content"].strip() not in text:
+            raise InputError(f"the chat template leaves out {chat[0]!r:.200}; mend either of them")
     train, held_out = [{str(problem["prompt"]) for problem in part} for part in problems]
     for prompt in train & held_out:
         raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")
@@ -195,7 +215,7 @@ def note_mistakes(tokenizer, problems, cfg):
     if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         text = str(unseen[0])
         if tokenizer.chat_template is not None:
-            text = in_template(text, tokenizer)
+            text = tokenizer.apply_chat_template(as_chat(text), tokenize=False)
         characters = sorted(set(text) - set(tokenizer.decode(tokenizer(text)["input_ids"])))
         print(
             f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
@@ -220,13 +240,8 @@ def settings_in(text):
 
 
 def check_resume(run):
-    """Raises InputError where the run's folder cannot be made, or for a change of settings with
-    which a run cannot go on rightly, and says what else has changed. Sets damaged checkpoints
-    aside."""
-    try:
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out_dir = {run.cfg.out_dir!r} cannot be written: {error}")
+    """Raises InputError for a change of settings with which the run cannot go on rightly, and says
+    what else has changed. Sets damaged checkpoints aside."""
     path = run.folder / "settings.json"
     if not path.is_file():
         return

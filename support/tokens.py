@@ -15,9 +15,10 @@ def end_of_turn(tokenizer):
         text = tokenizer.apply_chat_template(chat, tokenize=False)
     except Exception:  # there is none, or one for prompts alone
         return None
-    after = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
-    if after and after[0] in tokenizer.added_tokens_decoder:
-        return after[0]
+    after = text.rpartition("ANSWER")[2]  # perhaps with a line break before it
+    for token in tokenizer(after, add_special_tokens=False)["input_ids"]:
+        if token in tokenizer.added_tokens_decoder:
+            return token
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -37,7 +38,13 @@ def find_stop_tokens(policy, tokenizer):
 
 def ids_of_prompt(prompt, tokenizer, enable_thinking):
     """Like starter.ids_of_prompt, without EOS at the end of a text, after which nothing follows."""
-    ids = edits.own("ids_of_prompt")(prompt, tokenizer, enable_thinking)
+    try:
+        ids = edits.own("ids_of_prompt")(prompt, tokenizer, enable_thinking)
+    except Exception as error:  # whatever others' templates raise
+        raise starter.InputError(
+            f"no prompt for this tokenizer can be made of {prompt!r:.200} ({error!s:.200}); give "
+            "texts where there is no chat template, and no system message where it has no such role"
+        ) from error
     if tokenizer.chat_template is None and ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids

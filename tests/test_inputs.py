@@ -74,12 +74,6 @@ def test_wrong_setting_or_one_without_effect_is_refused_before_anything_is_writt
     assert not (tmp_path / "runs").exists()
 
 
-def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
-    (tmp_path / "file").write_text("")
-    words = refusal(starter.main, preset="tiny", device="cpu", out_dir=tmp_path / "file" / "runs")
-    assert "out_dir = " in words and "Not a directory" in words
-
-
 def test_setting_that_changes_nothing_is_refused_when_typed_with_its_default(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["starter.py", "--kl_coef", "0.3"])
     assert "kl_coef = 0.3 changes nothing" in refusal(chosen, "--kl_coef 0.3")
@@ -216,7 +210,7 @@ def loaded(checkpoint, text=""):
     [
         (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "needs ids below 58"),
         (lambda x: x.problems.train[3].update(prompt_ids=[]), "makes [] of 'add 3'"),
-        (lambda x: setattr(x.tokenizer, "chat_template", "hello"), "leaves out the user's"),
+        (lambda x: setattr(x.tokenizer, "chat_template", "hello"), "leaves out {'role': 'user'"),
         (lambda x: x.problems.held_out.append(x.problems.train[3]), "'add 3' is also trained"),
     ],
 )

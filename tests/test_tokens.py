@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 import starter
-from support import tasks
+from support import rules, tasks
 
-from conftest import make_tokenizer
+from conftest import make_tokenizer, settings, small_sums
 from tokenizers.processors import TemplateProcessing
 
 
@@ -28,6 +28,13 @@ def eos_ends_a_document(tokenizer):
     """The end of a turn stays the template's own."""
     tokenizer.eos_token = "<unk>"
     return {"eos_token_id": tokenizer.unk_token_id}
+
+
+def end_of_turn_stands_apart(tokenizer):
+    """As in templates that end a turn by a space or line break and their token."""
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<|end|>'", "' <|end|>'")
+    assert "' <|end|>'" in tokenizer.chat_template
+    return eos_ends_a_document(tokenizer)
 
 
 def eos_ends_each_text(tokenizer):
@@ -51,6 +58,7 @@ def bos_is_not_in_the_template(tokenizer):
 CASES = {
     tags_are_special: "stop tokens: ['<|end|>']",
     eos_ends_a_document: "stop tokens: ['<|end|>', '<unk>']",
+    end_of_turn_stands_apart: "stop tokens: ['<|end|>', '<unk>']",
     eos_ends_each_text: "ends each text with EOS",
     bos_is_not_in_the_template: "begins a text with BOS",
 }
@@ -102,3 +110,70 @@ def expected(engine, tmp_path_factory):
 def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, engine, change):
     assert before_training(tmp_path, change, engine) == expected
     assert CASES[change] in capsys.readouterr().out
+
+
+# Rules of published chat templates: Gemma 2 and Mistral, Phi-3, Llama 3
+
+NO_SYSTEM_ROLE = """{% for message in messages %}
+{% if message.role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+<|user|>{{ message.content | trim }}<|assistant|>{% endfor %}"""
+SYSTEM_IS_LEFT_OUT = """{% for message in messages %}
+{% if message.role == "user" %}<|user|>{{ message.content }}<|assistant|>{% endif %}{% endfor %}"""
+DATED = """<|user|>{{ strftime_now("%d %m %Y") }} {{ messages[0].content }}<|assistant|>"""
+
+
+def with_template(checkpoint, folder, template, **generation_config):
+    """A copy of a checkpoint with another chat template and generation_config.json."""
+    shutil.copytree(checkpoint, folder)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | generation_config))
+    return folder
+
+
+def chats(cfg):
+    problems, held_out = small_sums(cfg)
+    for problem in problems + held_out:
+        system = {"role": "system", "content": "be brief"}
+        problem["prompt"] = [system, {"role": "user", "content": problem["prompt"]}]
+    return problems, held_out
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (NO_SYSTEM_ROLE, "be brief.*System role not supported.*no system message"),
+        (SYSTEM_IS_LEFT_OUT, "the chat template leaves out {'role': 'system', 'content': 'be b"),
+        (None, "give texts where there is no chat template"),
+    ],
+)
+def test_chat_that_the_template_does_not_take_is_refused(checkpoint, tmp_path, template, words):
+    model = with_template(checkpoint, tmp_path / "model", template)
+    with pytest.raises(starter.InputError, match=words):
+        starter.main(**settings(model, tmp_path, task=chats))
+
+
+def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(checkpoint, tmp_path):
+    """And is saved as it is."""
+    rules.attach()
+    model = with_template(checkpoint, tmp_path / "model", DATED)
+    _, tokenizer = starter.init_policy(model, "cpu")
+    ids = starter.ids_of_prompt("add 1 2", tokenizer, False)
+    assert tokenizer.decode(ids) == "<|user|>26 07 2024 add 1 2<|assistant|>"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == DATED
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 0.9, "top_p": 0.6, "max_length": 4096}, {"pad_token_id": -1}],
+    ids=["Vicuna 1.5", "padding"],
+)
+def test_model_with_an_invalid_generation_config_is_saved(checkpoint, tmp_path, given):
+    model = with_template(checkpoint, tmp_path / "model", make_tokenizer().chat_template, **given)
+    result = starter.main(**settings(model, tmp_path / "runs", n_train_steps=1))
+    saved = json.loads((result["run_folder"] / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == make_tokenizer().eos_token_id and "top_p" not in saved
