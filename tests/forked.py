@@ -18,22 +18,19 @@ TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
 
 
-def in_new_process(module, function, folder, starter_folder, *arguments):
-    """Runs module.function(*arguments) of a test module in a new process, in this folder, where
-    `import starter` finds the one in starter_folder. Returns what the function returns."""
+def in_forks(module, function, calls, folder):
+    """Runs function(*call) of a test module for each call, in forks of one new process in this
+    folder, as many at once as there are cores. A call is of texts. Returns {"status", "stdout",
+    "stderr"} of each; a status of 0: it ended well."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
-    program = (
-        "import forked, importlib, json, sys; "
-        f"answer = importlib.import_module({module!r}).{function}(*{arguments!r}); "
-        "print(json.dumps(answer), file=sys.__stdout__)"
-    )
     environment = os.environ | {
-        "PYTHONPATH": f"{starter_folder}{os.pathsep}{TESTS}",
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONSAFEPATH": "1",
     }
+    program = f"import forked; forked.run_all({module!r}, {function!r}, {[*calls]!r})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environment, text=True, capture_output=True
     )
@@ -51,13 +48,13 @@ def edited_text(replaced):
 
 
 def write_copy(folder, text, with_support):
-    """Writes a folder with this text as starter.py, and a copy of support/. Returns the folder."""
+    """Writes a folder with this text as starter.py, and a copy of support/. Returns its path."""
     folder.mkdir()
     (folder / "starter.py").write_text(text, "utf-8")
     if with_support:
         without_model = shutil.ignore_patterns("tiny")
         shutil.copytree(REPOSITORY / "support", folder / "support", ignore=without_model)
-    return folder
+    return str(folder)
 
 
 def import_copy(folder):
@@ -65,10 +62,10 @@ def import_copy(folder):
     for name in list(sys.modules):
         if name.split(".")[0] in ("starter", "support"):
             del sys.modules[name]
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, folder)
     import starter
 
-    assert Path(starter.__file__).parent == folder
+    assert starter.__file__ == os.path.join(folder, "starter.py")
     return starter
 
 
@@ -88,8 +85,8 @@ def import_once():
     gc.freeze()  # else the end of each fork copies what it shares with this process
 
 
-def start(program):
-    """Starts program() in a fork. Returns its process id and the files with its output."""
+def start(program, call):
+    """Starts program(*call) in a fork. Returns its process id and the files with its output."""
     files = {"stdout": tempfile.TemporaryFile("w+"), "stderr": tempfile.TemporaryFile("w+")}
     child = os.fork()
     if child:
@@ -98,7 +95,7 @@ def start(program):
     try:
         for number, file in enumerate(files.values(), 1):
             os.dup2(file.fileno(), number)
-        program()
+        program(*call)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -106,16 +103,17 @@ def start(program):
     os._exit(status)  # the interpreter's own end would take a third of a second
 
 
-def run_all(programs):
-    """Runs as many programs at once as there are cores. Returns {"status", "stdout", "stderr"} of
-    each."""
+def run_all(module, function, calls):
+    """Prints the outcomes that in_forks() returns."""
+    program = getattr(importlib.import_module(module), function)
+    import_once()
     outcomes = []
     n = os.cpu_count()
-    for i in range(0, len(programs), n):
-        for child, files in [start(program) for program in programs[i : i + n]]:
-            outcome = {"status": os.waitpid(child, 0)[1]}  # 0: it ended well
+    for i in range(0, len(calls), n):
+        for child, files in [start(program, call) for call in calls[i : i + n]]:
+            outcome = {"status": os.waitpid(child, 0)[1]}
             for name, file in files.items():
                 file.seek(0)
                 outcome[name] = file.read()
             outcomes.append(outcome)
-    return outcomes
+    print(json.dumps(outcomes))

@@ -1,11 +1,10 @@
 """What a person changes in starter.py is what runs, without support/ and with it.
 
-Each edit is made in the text of a copy, at as many places as it has texts in EDITS, and trained
-with for a few steps. The gradients must be those of a loss that is written out here, from the
-model's own logits for the sampled responses.
+Each edit is made in the text of a copy, at as many places as it has texts in EDITS, two at most,
+and trained with for a few steps. The gradients must be those of a loss that is written out here,
+from the model's own logits for the sampled responses.
 """
 
-import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +25,7 @@ from conftest import (
     scalars,
     settings,
 )
-from forked import (
-    REPOSITORY,
-    edited_text,
-    import_copy,
-    import_once,
-    in_new_process,
-    run_all,
-    write_copy,
-)
+from forked import edited_text, import_copy, in_forks, write_copy
 
 ZERO = 33  # the token "0", which the checkpoint samples often
 
@@ -110,7 +101,6 @@ class Edit(NamedTuple):
     scale: Callable = lambda logits: logits  # (B, T, V), of policy and reference
     references: tuple = (1.0,)  # by what the weights are multiplied of those that are averaged
     advantages: Callable = lambda rewards: advantages_by_loops(rewards, 4, 1e-6, True)
-    places: int = 1  # how many it may take
 
 
 KL = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")
@@ -147,7 +137,6 @@ EDITS = dict(
         },
         lambda x: policy_loss(x) + x.logits.logsumexp(2).square(),
         check=lambda run: run.logged["train/log_z"][0] != 0,
-        places=2,
     ),
     first_three_tokens_at_another_temperature=Edit(
         {
@@ -161,7 +150,6 @@ EDITS = dict(
         },
         scale=lambda logits: torch.cat([logits[:, :3] / 0.5, logits[:, 3:]], dim=1),
         check=lambda run: max(run.logged["train/sampler_logprob_diff"]) < 1e-4,
-        places=2,
     ),
     half_weight_for_losers=Edit(
         {
@@ -265,7 +253,6 @@ longest = max(len(response.response_ids) for response in responses)
         {},
         settings=dict(reward=ZeroCount()),
         check=zeros_earn_but_not_in_other_skills,
-        places=0,
     ),
     new_average=Edit(
         {
@@ -298,7 +285,6 @@ AVERAGES = {
         with_entropy_bonus_from_step_5,
         dict(reward=often_equal, n_train_steps=11),
         says="step 11: rows without an advantage are left out: False",
-        places=2,
     ),
     own_baseline=Edit(
         {
@@ -314,7 +300,6 @@ advantages = rewards - rewards.mean()
             'loss * rows["weights"]': 'cfg.loss_scale * loss * rows["weights"]',
         },
         lambda x: 2 * policy_loss(x),
-        places=2,
     ),
     learning_rate_schedule=Edit(
         {"min(1.0, step / max(1, cfg.warmup_steps))": "1 / step"},
@@ -381,14 +366,19 @@ def train(starter, checkpoint, folder, **changes):
     return SimpleNamespace(logged=logged, steps=[SimpleNamespace(**step) for step in steps[1:]])
 
 
+def padded(rows):
+    return pad_sequence([torch.tensor(row) for row in rows], True)
+
+
 def logits_of(model, weights, responses):
     """The (B, T, V) logits at the tokens of each response, by the model with these weights."""
     vector_to_parameters(weights, model.parameters())
-    rows = [torch.tensor(r.prompt_ids + r.response_ids) for r in responses]
-    logits = model(pad_sequence(rows, True)).logits
-    starts = [len(response.prompt_ids) - 1 for response in responses]
-    ends = [len(row) - 1 for row in rows]
-    return pad_sequence([x[start:end] for x, start, end in zip(logits, starts, ends)], True)
+    logits = model(padded([r.prompt_ids + r.response_ids for r in responses])).logits
+    rows = []
+    for row, response in zip(logits, responses):
+        start = len(response.prompt_ids) - 1
+        rows.append(row[start : start + len(response.response_ids)])
+    return pad_sequence(rows, True)
 
 
 def compare_with_loss(checkpoint, folder, name):
@@ -396,30 +386,28 @@ def compare_with_loss(checkpoint, folder, name):
     from transformers import AutoModelForCausalLM
 
     edit = EDITS[name]
-    run = train(import_copy(folder), checkpoint, folder / "runs", **edit.settings)
+    run = train(import_copy(folder), checkpoint, f"{folder}/runs", **edit.settings)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     at_start = run.steps[0].weights
     betas = run.logged.get("adaptive_kl/current_beta", [0.0] * len(run.steps))
-    for i, step in enumerate(run.steps):
-        x = SimpleNamespace(step=i + 1)
+    for i, x in enumerate(run.steps):
+        x.step = i + 1
         x.beta = betas[i]
-        labels = pad_sequence([torch.tensor(r.response_ids) for r in step.responses], True)
-        sampled = [torch.tensor(response.log_probs) for response in step.responses]
-        x.rollout_log_probs = pad_sequence(sampled, True)
-        x.lengths = torch.tensor([[len(response.response_ids)] for response in step.responses])
+        labels = padded([response.response_ids for response in x.responses])
+        x.rollout_log_probs = padded([response.log_probs for response in x.responses])
+        x.lengths = torch.tensor([[len(response.response_ids)] for response in x.responses])
         x.mask = torch.arange(labels.shape[1]) < x.lengths
-        advantages = edit.advantages(step.rewards)
-        x.advantages = torch.tensor(advantages)[:, None]
-        of_references = [logits_of(model, at_start * y, step.responses) for y in edit.references]
+        x.advantages = torch.tensor(edit.advantages(x.rewards))[:, None]
+        of_references = [logits_of(model, at_start * y, x.responses) for y in edit.references]
         ref_logits = sum(of_references).detach() / len(of_references)
-        x.logits = logits_of(model, step.weights, step.responses)
+        x.logits = logits_of(model, x.weights, x.responses)
         log_p, log_q = (edit.scale(y).log_softmax(dim=2) for y in (x.logits, ref_logits))
         x.log_probs, x.ref_log_probs = (
             y.gather(2, labels[..., None])[..., 0] for y in (log_p, log_q)
         )
         x.kl = (log_p.exp() * (log_p - log_q)).sum(dim=2)
         x.entropy = -(log_p.exp() * log_p).sum(dim=2)
-        step.ranks = (log_p > x.log_probs[..., None]).sum(dim=2)[x.mask]
+        x.ranks = (log_p > x.log_probs[..., None]).sum(dim=2)[x.mask]
         if x.beta:  # the sampled KL has the same reference
             d = x.log_probs - x.ref_log_probs
             for tag, of_tokens, atol in (("kl_per_token", x.kl, 1e-5), ("kl_k1", d, 1e-4)):
@@ -428,77 +416,65 @@ def compare_with_loss(checkpoint, folder, name):
         model.zero_grad()
         edit.loss(x)[x.mask].mean().backward()
         expected = gradient_of(model)
-        error = (step.gradient - expected).norm() / expected.norm().clamp(min=1e-6)
-        assert error < 1e-3, f"step {i + 1}"
+        error = (x.gradient - expected).norm() / expected.norm().clamp(min=1e-6)
+        assert error < 1e-3, f"step {x.step}"
     assert edit.check(run)
 
 
 # The tests
 
-KINDS = {"alone": False, "support": True}
-CASES = [f"{name}-{kind}" for name in EDITS for kind in KINDS]
-QUICK = ("entropy_bonus-support", "top_k-support")
-MEANT_TO_FAIL = ("first_three_tokens_at_another_temperature",)  # the quick tests
-
-
-def run_all_edits(checkpoint, folder, cases):
-    """Imports torch once and forks for each run. Returns outcomes in the order of cases."""
-    import_once()
-    programs = []
-    for case in cases:
-        name, kind = case.split("-")
-        copy = write_copy(Path(folder) / case, edited_text(EDITS[name].replaced), KINDS[kind])
-        programs.append(functools.partial(compare_with_loss, checkpoint, copy, name))
-    return run_all(programs)
+CASES = [f"{name}-{kind}" for name in EDITS for kind in ("alone", "support")]
+QUICK = "entropy_bonus-support"
+MEANT_TO_FAIL = "first_three_tokens_at_another_temperature"  # the quick tests
 
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
     """{case: outcome}, of the cases whose tests were selected."""
-    cases = [case for case in CASES if any(f"[{case}]" in x.name for x in request.session.items)]
     folder = tmp_path_factory.mktemp("edits")
     checkpoint = str(save_checkpoint(folder / "model"))
     skills = [f'{{"prompt": "sort {i}", "answer": 1, "skill": "sort"}}\n' for i in range(20)]
     (folder / "model" / "retention.jsonl").write_text("".join(skills))
-    arguments = checkpoint, str(folder), cases
-    found = in_new_process("test_edits", "run_all_edits", folder, REPOSITORY, *arguments)
-    return dict(zip(cases, found))
+    calls = {}
+    for case in CASES:
+        if any(f"[{case}]" in item.name for item in request.session.items):
+            name, kind = case.split("-")
+            text = edited_text(EDITS[name].replaced)
+            calls[case] = checkpoint, write_copy(folder / case, text, kind == "support"), name
+    return dict(zip(calls, in_forks("test_edits", "compare_with_loss", calls.values(), folder)))
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=() if case == QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_edit_takes_effect(outcomes, case):
     name, _ = case.split("-")
     edit = EDITS[name]
-    assert len(edit.replaced) <= edit.places
     printed = outcomes[case]["stdout"]
     assert outcomes[case]["status"] == 0, printed[-2000:] + outcomes[case]["stderr"][-3000:]
     assert edit.says in printed
-    assert ("FAILED: test_" in printed) == (name in MEANT_TO_FAIL)
+    assert ("FAILED: test_" in printed) == (name == MEANT_TO_FAIL)
 
 
 def run_with_seams_edited(checkpoint, folder):
-    """Every function that support/ may replace is another one, which calls it. Returns the names of
-    those that did not run."""
-    starter = import_copy(write_copy(Path(folder) / "copy", edited_text({}), True))
+    """Every function that support/ may replace is another one, which calls it."""
+    starter = import_copy(folder)
     edited = {
         name: mock.Mock(side_effect=value)
         for name, value in vars(starter).items()
         if "support/ replaces this" in (value.__doc__ or "")
     }
     vars(starter).update(edited)
-    problems = Path(folder) / "sums.jsonl"
+    problems = Path(folder, "sums.jsonl")
     problems.write_text("".join(f'{{"prompt": "add {i} 1", "answer": 1}}\n' for i in range(80)))
     train(starter, checkpoint, folder, task=str(problems))
-    return [name for name in edited if not edited[name].called]
+    not_called = [name for name in edited if not edited[name].called]
+    assert not_called == ["init_vllm", "load_weights_in_worker"]
 
 
 @pytest.mark.slow
 def test_edited_seams_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
-    arguments = str(checkpoint), str(tmp_path)
-    not_called = in_new_process(
-        "test_edits", "run_with_seams_edited", tmp_path, REPOSITORY, *arguments
-    )
-    assert not_called == ["init_vllm", "load_weights_in_worker"]
+    call = str(checkpoint), write_copy(tmp_path / "copy", edited_text({}), True)
+    [outcome] = in_forks("test_edits", "run_with_seams_edited", [call], tmp_path)
+    assert outcome["status"] == 0, outcome["stderr"]

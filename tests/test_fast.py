@@ -47,7 +47,7 @@ def outputs(model, rows, ref_model=None, precision="float32"):
     stats = starter.token_statistics(model, rows, 0.7, precision, ref_model)
     torch.manual_seed(0)
     loss = 0.0
-    for name in ("log_probs", "entropy", "kl_per_token"):
+    for name in ("log_probs", "entropy", "log_z", "kl_per_token", "kl_forward"):
         if name in stats:
             loss = loss + (torch.randn(mask.shape) * stats[name]).sum()
     loss.backward()
@@ -81,7 +81,17 @@ def attach(model, max_new_tokens=20):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     """Without a reference, with one that has other weights, and with one that is another kind of
-    model; all logits at once, and in slices."""
+    model; all logits at once, and in slices. A user has added whole numbers, and a statistic with
+    another gradient."""
+    shipped = starter.statistics_of_logits
+
+    def statistics_of_logits(logits, labels, *others):
+        stats = shipped(logits, labels, *others)
+        stats["log_z"] = logits.logsumexp(dim=1)
+        stats["rank"] = (logits > logits.gather(1, labels[:, None])).sum(dim=1)
+        return stats
+
+    monkeypatch.setattr(starter, "statistics_of_logits", statistics_of_logits)
     model = model_named(family)
     moved = moved_copy(model)
 
@@ -93,7 +103,7 @@ def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     references = None, moved, mean_of_two
     rows = make_rows()
     expected = [outputs(model, rows, ref_model) for ref_model in references]
-    assert (expected[1]["kl_per_token"] > 1e-3).all()
+    assert (expected[1]["kl_per_token"] > 1e-3).all() and expected[0]["rank"].max() > 1
     edits.replace(token_statistics=fast.token_statistics)
     for logits_at_once in (1 << 24, 7 * 61):
         monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", logits_at_once)
@@ -116,24 +126,6 @@ def test_each_prompt_is_read_once_and_logits_are_made_in_slices(monkeypatch):
     cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], precision="float32")
     starter.rollout_with_transformers(model, prompts, cfg, 0)
     assert n_read == [2 * 3, 8]
-
-
-def test_statistics_that_a_user_adds_arrive_with_their_gradients(monkeypatch):
-    """Whole numbers, and one whose gradient is not that of the others."""
-    shipped = starter.statistics_of_logits
-
-    def statistics_of_logits(logits, labels, temperature, ref_logits=None):
-        stats = shipped(logits, labels, temperature, ref_logits)
-        stats["entropy"] = logits.logsumexp(dim=1)
-        stats["rank"] = (logits > logits.gather(1, labels[:, None])).sum(dim=1)
-        return stats
-
-    monkeypatch.setattr(starter, "statistics_of_logits", statistics_of_logits)
-    model = model_named("qwen3")
-    expected = outputs(model, make_rows())
-    assert expected["rank"].max() > 1
-    assert "token_statistics" in attach(model)
-    assert_equal_outputs(outputs(model, make_rows()), expected)
 
 
 def test_responses_with_gaps_and_without_tokens(monkeypatch):
@@ -293,9 +285,7 @@ def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch):
         "scale_logits",
         lambda logits, temperature: logits.index_fill(1, torch.arange(50, 61), -torch.inf),
     )
-    model = model_named("qwen3")
-    assert attach(model, max_new_tokens) == ALL
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert attach(model_named("qwen3"), max_new_tokens) == ALL
 
 
 @pytest.mark.parametrize(

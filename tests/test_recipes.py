@@ -22,7 +22,7 @@ from conftest import (
     small_sums,
     variety,
 )
-from forked import REPOSITORY, import_copy, import_once, in_new_process, run_all, write_copy
+from forked import REPOSITORY, import_copy, in_forks, write_copy
 from torch.nn.utils import parameters_to_vector
 
 import starter
@@ -77,47 +77,35 @@ class ThreeTurns:
         return str(len(text)), self.turns == 3
 
 
-def train_all(checkpoint, folders):
-    """Trains with the starter.py of each folder, in a fork each."""
-    import_once()
-
-    def train_in(folder):
-        starter = import_copy(folder)
-        given = settings(checkpoint, folder / "out", n_train_steps=3, save_every=2)
-        if "multi_turn" in folder.name:
-            given |= dict(max_new_tokens=24, environment=ThreeTurns)
-        if "moving_reference" in folder.name:
-            starter.REFERENCE_EVERY = 1
-        starter.main(**given)
-
-    return run_all([lambda folder=folder: train_in(Path(folder)) for folder in folders])
-
-
-@pytest.fixture(scope="module")
-def trained(checkpoint, tmp_path_factory):
-    """{(recipe, with support/): (folder, outcome of training in it)}"""
-    root = tmp_path_factory.mktemp("recipes")
-    keys = list(itertools.product(NAMES + PAIRS, (False, True)))
-    folders = [write_copy(root / f"{name}{support}", TEXT, support) for name, support in keys]
-    for (names, _), folder in zip(keys, folders):
-        assert all(git_apply(name, folder) for name in names.split("+"))
-    outcomes = in_new_process(
-        "test_recipes", "train_all", root, REPOSITORY, str(checkpoint), list(map(str, folders))
-    )
-    return dict(zip(keys, zip(folders, outcomes)))
-
-
-@pytest.mark.parametrize("name", NAMES + PAIRS)
-def test_recipe_trains_alike_with_and_without_support(name, trained):
+def train_twice(names, checkpoint, folder):
+    """Trains with these recipes, without support/ and with it. Compares the curves."""
     logs = []
     for with_support in (False, True):
-        folder, outcome = trained[name, with_support]
-        assert outcome["status"] == 0, outcome["stderr"][-2000:]
-        logs.append(scalars(*(folder / "out").iterdir()))
+        copy = write_copy(Path(folder) / f"{names}{with_support}", TEXT, with_support)
+        assert all(git_apply(name, copy) for name in names.split("+"))
+        starter = import_copy(copy)
+        given = settings(checkpoint, f"{copy}/out", n_train_steps=3, save_every=2)
+        if names == "multi_turn":
+            given |= dict(max_new_tokens=24, environment=ThreeTurns)
+        if names == "moving_reference":
+            starter.REFERENCE_EVERY = 1
+        logs.append(scalars(starter.main(**given)["run_folder"]))
     for tag in ("train/loss", "train/grad_norm", "train/reward_mean"):
         alone, supported = [list(log[tag].values()) for log in logs]
         assert alone == pytest.approx(supported, rel=2e-3, abs=1e-6) and len(alone) == 3
     assert max(logs[0]["train/grad_norm"].values()) > 0
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    calls = [(names, str(checkpoint), str(folder)) for names in NAMES + PAIRS]
+    return dict(zip(NAMES + PAIRS, in_forks("test_recipes", "train_twice", calls, folder)))
+
+
+@pytest.mark.parametrize("names", NAMES + PAIRS)
+def test_recipe_trains_alike_with_and_without_support(names, outcomes):
+    assert outcomes[names]["status"] == 0, outcomes[names]["stderr"][-2000:]
 
 
 # Rewards and advantages
@@ -229,8 +217,7 @@ def test_entropy_bonus_is_a_hundredth_of_the_entropy(checkpoint, tmp_path):
     module = load("entropy_bonus", tmp_path)
     policy, _ = module.init_policy(checkpoint, "cpu")
     rows = make_step(make_responses((3, 5)), advantages=torch.zeros(2))
-    cfg = module.cfg_with(precision="float32")
-    loss, means = module.grpo_microbatch_step(policy, rows, cfg)
+    loss, means = module.grpo_microbatch_step(policy, rows, module.cfg_with(precision="float32"))
     assert loss.item() == pytest.approx(-0.01 * means["entropy"].item())
     assert gradient_of(policy).norm() > 1e-4
 
@@ -253,13 +240,14 @@ def test_sampler_mask_equals_the_formula(tmp_path):
 # The loop
 
 
-def whole_and_resumed(module, checkpoint, folder, **changes):
-    """-> the scalars of a run of six steps, and of one that is resumed after three."""
+def whole_run(module, checkpoint, folder, **changes):
+    """Returns the scalars of a run of six steps, which one that is resumed after three repeats."""
     given = settings(checkpoint, folder / "out", learning_rate=1e-2, n_train_steps=6) | changes
-    whole = module.main(**given)
+    whole = scalars(module.main(**given)["run_folder"])
     module.main(**given | dict(n_train_steps=3))
     resumed = module.main(**given, resume=True)  # of the newest
-    return scalars(whole["run_folder"]), scalars(resumed["run_folder"])
+    assert scalars(resumed["run_folder"])["train/loss"] == whole["train/loss"]
+    return whole
 
 
 def test_curriculum_draws_by_solve_rate_and_a_resumed_run_repeats_it(checkpoint, tmp_path):
@@ -270,8 +258,7 @@ def test_curriculum_draws_by_solve_rate_and_a_resumed_run_repeats_it(checkpoint,
         scored.append((problem["prompt"], float(text < "h") * (int(problem["answer"]) % 2)))
         return scored[-1][1]
 
-    whole, resumed = whole_and_resumed(module, checkpoint, tmp_path, reward=reward)
-    assert whole["train/loss"] == resumed["train/loss"]
+    whole_run(module, checkpoint, tmp_path, reward=reward)
     rates = {problem["prompt"]: 0.5 for problem in small_sums(None)[0]}
     for step in range(1, 7):
         weights = [p * (1 - p) + 0.03 for p in rates.values()]
@@ -329,11 +316,10 @@ def test_off_policy_samples_every_fourth_step(checkpoint, tmp_path):
         return variety(text, problem) * (problem["prompt_ids"] == response.prompt_ids)
 
     module = load("off_policy", tmp_path)
-    whole, resumed = whole_and_resumed(module, checkpoint, tmp_path, reward=reward)
-    differ = [diff > 1e-3 for diff in whole["train/sampler_logprob_diff"].values()]
+    log = whole_run(module, checkpoint, tmp_path, reward=reward)
+    differ = [diff > 1e-3 for diff in log["train/sampler_logprob_diff"].values()]
     assert differ == [False, True, True, True, False, True]
-    assert len({*whole["train/reward_mean"].values()}) == 2
-    assert whole["train/loss"] == resumed["train/loss"]
+    assert len({*log["train/reward_mean"].values()}) == 2
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
@@ -346,9 +332,7 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, share)
         seen.append([parameters_to_vector(x.parameters()).clone() for x in (policy, ref_model)])
 
     at_each_call(module, "grpo_microbatch_step", keep)
-    one = dict(max_tokens_per_microbatch=10_000)
-    whole, resumed = whole_and_resumed(module, checkpoint, tmp_path, **one)
-    assert whole["train/loss"] == resumed["train/loss"]
+    whole_run(module, checkpoint, tmp_path, max_tokens_per_microbatch=10_000)
     for step, ((_, before), (policy, ref)) in enumerate(itertools.pairwise(seen[:6]), 1):
         moved = before if step % 2 else (1 - share) * before + share * policy
         torch.testing.assert_close(ref, moved)
@@ -365,9 +349,10 @@ def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path)
     given = settings(checkpoint, tmp_path, n_train_steps=2, loss_average="grpo")
     log = scalars(module.main(**given)["run_folder"])
     assert steps.pop() == []
-    n_rows = [sum(len(rows["labels"]) for rows in step) for step in steps]
-    weights = [sum(rows["weights"].sum().item() for rows in step) for step in steps]
-    assert n_rows == [4] * 8 and weights == pytest.approx([1] * 8)  # 16 responses a step
+    of_rows = [torch.cat([rows["weights"].sum(dim=1) for rows in step]) for step in steps]
+    assert len(steps) == 8  # 16 responses a step
+    for weights in of_rows:
+        assert weights.tolist() == pytest.approx([1 / 4] * 4)
     assert all(abs(ratio - 1) > 1e-4 for ratio in log["train/ratio_mean"].values())
 
 
@@ -432,26 +417,24 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
     responses = module.rollout(policy, None, prompts, cfg, 1, 4, 1.0)
     assert len({call.args[1] for call in module.seed_for.call_args_list}) == 3  # of each turn
     batch = module.make_batch(responses, torch.zeros(12), "cpu")
-    rows = zip(responses, batch["response_mask"].tolist(), batch["rollout_log_probs"].tolist())
-    for response, mask, log_probs in rows:
+    for i, response in enumerate(responses):
         rest = response.response_ids
         assert len(rest) <= 24
         written = [False] * (len(response.prompt_ids) - 1)
         for turn in range(3):
             n = next((n for n, token in enumerate(rest, 1) if token in stops), len(rest))
             length = len(tokenizer.decode(rest[:n], skip_special_tokens=True))
-            read = tokenizer(f"<|user|>{length}<|assistant|>")["input_ids"]
-            n_read = min(len(read), len(rest) - n)
-            assert turn == 2 or rest[n : n + n_read] == read[:n_read]
-            written += [True] * n + [False] * n_read
-            rest = rest[n + n_read :]
-        is_over = n > 0 and response.response_ids[-1] in stops and n_read == 0
-        assert response.finished == is_over
+            read = tokenizer(f"<|user|>{length}<|assistant|>")["input_ids"][: len(rest) - n]
+            assert turn == 2 or rest[n : n + len(read)] == read
+            written += [True] * n + [False] * len(read)
+            rest = rest[n + len(read) :]
+        assert response.finished == (n > 0 and response.response_ids[-1] in stops and not read)
         ids = torch.tensor(response.prompt_ids + response.response_ids)
         table = policy(ids[None, :-1]).logits[0].log_softmax(dim=1)
         own = table[range(len(written)), ids[1:]] * torch.tensor(written)
-        assert mask[: len(written)] == written
-        assert log_probs[: len(written)] == pytest.approx(own.tolist(), abs=1e-4)
+        mask, log_probs = (batch[name][i] for name in ("response_mask", "rollout_log_probs"))
+        assert mask[: len(written)].tolist() == written
+        torch.testing.assert_close(log_probs[: len(written)], own, rtol=0, atol=1e-4)
 
 
 def test_calculator_answers_arithmetic_and_nothing_else(tmp_path, monkeypatch):
