@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -49,24 +49,23 @@ class LocalTrainingClient(tinker.TrainingClient):
 
     def __init__(self):
         self.model = small_model(1)
-        self.thread = ThreadPoolExecutor(max_workers=1)
+        thread = ThreadPoolExecutor(max_workers=1)
         limits = SimpleNamespace(fwdbwd_max_chunk_len=2, fwdbwd_max_chunk_bytes_count=10**6)
         holder = SimpleNamespace(
             _client_config=limits,
             get_session_id=lambda: "session",
             get_telemetry=lambda: None,
             run_coroutine_threadsafe=lambda coroutine: AwaitableConcurrentFuture(
-                self.thread.submit(asyncio.run, coroutine)
+                thread.submit(asyncio.run, coroutine)
             ),
         )
         super().__init__(holder, 0, "model", info=None)
-        self.requests = ThreadPoolExecutor(max_workers=1)
 
     def _run_fwd_bwd(self, requests, loss_fn, config, *, forward_only):
         data = [datum for request in requests for datum in request.data]
-        return AwaitableConcurrentFuture(
-            self.requests.submit(self.answer, data, loss_fn, config, forward_only)
-        )
+        future = Future()
+        future.set_result(self.answer(data, loss_fn, config, forward_only))
+        return AwaitableConcurrentFuture(future)
 
     def answer(self, data, loss_fn, config, forward_only):
         total, outputs = 0.0, []
@@ -81,8 +80,9 @@ class LocalTrainingClient(tinker.TrainingClient):
                 continue
             ratio = torch.exp(row - given["logprobs"])
             clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-            a = given["advantages"]
-            total = total - torch.minimum(ratio * a, clipped * a).sum()
+            total = (
+                total - torch.minimum(*[x * given["advantages"] for x in (ratio, clipped)]).sum()
+            )
         if not forward_only:
             total.backward()
         return types.ForwardBackwardOutput(
@@ -99,7 +99,7 @@ def tensors():
 def call_loss(policy, old, ref, advantages, kl_coef, kl=KLSettings(), datums=None, **more):
     """-> loss, its gradients for each datum, the prompt included, and metrics."""
     leaves = [
-        torch.cat([torch.full((len(prompt) - 1,), -1.5, dtype=row.dtype), row]).requires_grad_()
+        torch.cat([torch.full((len(prompt) - 1,), -1.5), row]).requires_grad_()
         for prompt, row in zip(PROMPTS, policy)
     ]
     more = dict(cliprange=0.2, advantages=advantages, old_logprobs=old, ref_logprobs=ref) | more
@@ -208,10 +208,10 @@ def test_kl_coef_0_gives_the_weights_of_the_built_in_ppo_to_the_bit():
     assert not torch.equal(parameters[0], small_model(1).weight)
 
 
-def test_datums_hold_what_the_service_accepts_and_survive_the_wire_format():
+def test_datums_are_those_by_hand_and_survive_the_wire_format():
     from tinker.proto.request_conv import forward_backward_request_to_proto
 
-    logprobs = [[-1.0] * len(r) for r in RESPONSES]
+    _, logprobs, *_ = tensors()
     custom = tinker_kl.make_datums(PROMPTS, RESPONSES)
     for_ppo = tinker_kl.make_ppo_datums(PROMPTS, RESPONSES, logprobs, [0.5, -1.0, [1.0, 2.0, 3.0]])
     assert for_ppo[2].loss_fn_inputs["advantages"].data == [0, 0, 0, 1, 2, 3]
@@ -220,13 +220,10 @@ def test_datums_hold_what_the_service_accepts_and_survive_the_wire_format():
     assert custom[0].loss_fn_inputs["weights"].data == [0, 0, 1, 1, 1, 1]
     config = tinker_kl.ppo_loss_fn_config((0.2, 0.28))
     for inputs in ((custom, "cross_entropy", None), (for_ppo, "ppo", config)):
-        LocalTrainingClient().forward_backward(*inputs).result()
-        forward_backward = types.ForwardBackwardInput(*inputs)
-        message = forward_backward_request_to_proto(
-            types.ForwardBackwardRequest(
-                forward_backward_input=forward_backward, model_id="m", seq_id=1
-            )
+        request = types.ForwardBackwardRequest(
+            forward_backward_input=types.ForwardBackwardInput(*inputs), model_id="m", seq_id=1
         )
+        message = forward_backward_request_to_proto(request)
         assert len(message.data) == 3
     assert dict(message.loss_fn_config) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
 
@@ -263,7 +260,6 @@ def test_kl_in_the_advantages_is_paid_by_this_token_and_all_earlier_ones():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: tinker_kl.make_controller(0.1, kl_estimator="exact"), "two log-probs"),
         (lambda: tinker_kl.ppo_loss_fn_config(1.2), "distance from 1"),
         (lambda: tinker_kl.make_datums([[]], [[1]]), "at least one"),
         (lambda: tinker_kl.make_ppo_datums([[1]], [[1, 2]], [[0.1]], [1.0]), "logprobs"),

@@ -1,5 +1,6 @@
 """integrations/trl_kl.py beside TRL's own GRPOTrainer and beside enumeration. Also a program."""
 
+import functools
 import itertools
 import json
 import math
@@ -53,23 +54,25 @@ def fixed_rollout(prompts, trainer):
     return {"prompt_ids": ids, "completion_ids": responses, "logprobs": None}
 
 
+FIXED = {"rollout_func": fixed_rollout}
+
+
 def make_trainer(
     folder,
     output_dir,
     plain=False,
     moved=False,
-    peft_config=None,
-    callbacks=(),
-    rollout_func=None,
+    arguments={},
     **options,
 ):
-    """A trainer of the small checkpoint. plain: TRL's; moved: the policy is not the reference."""
+    """A trainer of the small checkpoint. plain: TRL's; moved: the policy is not the reference;
+    arguments: more of the trainer's; options: of its config."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if moved:
-        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.03 * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.03 * torch.randn(parameter.shape)
     settings = dict(
         output_dir=str(output_dir),
         max_steps=4,
@@ -95,9 +98,7 @@ def make_trainer(
         reward_funcs=distinct_letters,
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_dict({"prompt": [f"make {n}: {n + 3} 3" for n in range(40)]}),
-        callbacks=list(callbacks),
-        rollout_func=rollout_func,
-        peft_config=peft_config,
+        **arguments,
     )
 
 
@@ -205,29 +206,26 @@ def test_forced_loss_and_gradients_equal_those_of_trl(checkpoint, tmp_path, loss
 
 def test_exact_kl_and_log_probs_equal_the_models_logits(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, moved=True, kl_estimator="exact", temperature=0.7)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 50, (3, 9), generator=generator)
+    ids = torch.randint(5, 50, (3, 9))
     attended = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()  # padded on the left
-    scores = trainer._get_per_token_logps_and_entropies(
+    log_probs, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model, ids, attended, 5, compute_entropy=True
     )
-    log_p, log_q = (
-        model(input_ids=ids, attention_mask=attended)
-        .logits[:, 3:-1]
-        .double()
-        .div(0.7)
-        .log_softmax(2)
-        for model in (trainer.model, trainer.ref_model)
-    )
-    own = log_p.gather(2, ids[:, 4:, None])[..., 0]
-    assert trainer._log_probs is scores[0]
-    assert (scores[0] - own).abs().max() <= 1e-5
-    for name, kl in (
-        ("kl_per_token", (log_p.exp() * (log_p - log_q)).sum(dim=2)),
-        ("kl_forward", (log_q.exp() * (log_q - log_p)).sum(dim=2)),
-    ):
-        assert (kl > 1e-3).all()
-        assert (trainer._statistics[name] - kl).abs().max() <= 1e-5
+    tables = []
+    for model in (trainer.model, trainer.ref_model):
+        logits = model(input_ids=ids, attention_mask=attended).logits[:, 3:-1].double()
+        tables.append((logits / 0.7).log_softmax(dim=2))
+    log_p, log_q = tables
+    assert trainer._log_probs is log_probs
+    own = {
+        "log_probs": log_p.gather(2, ids[:, 4:, None])[..., 0],
+        "kl_per_token": (log_p.exp() * (log_p - log_q)).sum(dim=2),
+        "kl_forward": (log_q.exp() * (log_q - log_p)).sum(dim=2),
+    }
+    found = {"log_probs": log_probs} | trainer._statistics
+    for name, x in own.items():
+        assert (x.abs() > 1e-3).all()
+        assert (found[name] - x).abs().max() <= 1e-5
 
 
 # Enumeration: two tokens of a vocabulary of three, in float64
@@ -265,17 +263,12 @@ def enumerated(trainer, logits, ref_logits, old_logits):
     return total / trainer.beta * trainer.max_completion_length
 
 
-def kl_gradients(logits, ref_logits, old_logits):
-    """Gradients of KL(policy || reference): of each token at the states that the old policy
-    visits, and of whole responses."""
+def kl_gradient(logits, ref_logits, visiting):
+    """Gradient of the KL(policy || reference) of tokens, at the states that this policy visits."""
     log_p, log_ref = torch.log_softmax(logits, -1), torch.log_softmax(ref_logits, -1)
     of_state = (log_p.exp() * (log_p - log_ref)).sum(-1)
-    visits = torch.cat([torch.ones(1), torch.softmax(old_logits[0], -1).detach()]).double()
-    own_visits = torch.cat([torch.ones(1), log_p[0].exp()])
-    return [
-        torch.autograd.grad((of_state * weight).sum(), logits, retain_graph=True)[0]
-        for weight in (visits, own_visits)
-    ]
+    visits = torch.cat([torch.ones(1), torch.softmax(visiting[0], -1)])
+    return torch.autograd.grad((of_state * visits).sum(), logits, retain_graph=True)[0]
 
 
 def test_expected_gradient_equals_that_of_the_kl_by_enumeration(checkpoint, tmp_path):
@@ -290,8 +283,8 @@ def test_expected_gradient_equals_that_of_the_kl_by_enumeration(checkpoint, tmp_
     def error(old_logits, settings, of_response=False):
         trainer.kl_settings = settings
         found = enumerated(trainer, logits, ref_logits, old_logits)
-        expected = kl_gradients(logits, ref_logits, old_logits)[of_response]
-        return (found - expected).abs().max().item()
+        visiting = old_logits if of_response else old_logits.detach()  # whose gradient counts, too
+        return (found - kl_gradient(logits, ref_logits, visiting)).abs().max().item()
 
     KL = starter.KLSettings
     for estimator in starter.ESTIMATORS:
@@ -325,19 +318,16 @@ def test_defaults_give_the_weights_of_trl_bit_for_bit(checkpoint, tmp_path):
 @pytest.mark.slow
 def test_peft_takes_the_base_model_as_the_reference(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
-    adapter = dict(
-        peft_config=peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"
-        )
+    adapter = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"
     )
-    options = adapter | dict(use_bias_correction_kl=False)
-    theirs = trained(checkpoint, tmp_path, plain=True, **options)
-    ours = trained(checkpoint, tmp_path, kl_gradient="as_written", **options)
+    train = functools.partial(trained, checkpoint, tmp_path, arguments={"peft_config": adapter})
+    theirs = train(plain=True, use_bias_correction_kl=False)
+    ours = train(**PRINTED)
     assert ours.ref_model is None
     assert torch.allclose(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-6)
     for estimator in starter.EXACT:
-        exact = trained(checkpoint, tmp_path, kl_estimator=estimator, **adapter)
-        assert logged(exact, "adaptive_kl/raw_kl")[-1] > 1e-6
+        assert logged(train(kl_estimator=estimator), "adaptive_kl/raw_kl")[-1] > 1e-6
 
 
 @pytest.mark.slow
@@ -375,7 +365,9 @@ def test_stopped_and_resumed_run_has_the_same_beta_path(checkpoint, tmp_path):
     )
     whole = trained(checkpoint, tmp_path / "whole", **options)
     with pytest.raises(KeyboardInterrupt):
-        trained(checkpoint, tmp_path / "stopped", callbacks=[StopAtStep4()], **options)
+        trained(
+            checkpoint, tmp_path / "stopped", arguments={"callbacks": [StopAtStep4()]}, **options
+        )
     resumed = make_trainer(checkpoint, tmp_path / "stopped", **options)
     resumed.train(resume_from_checkpoint=True)
     betas = logged(whole, "adaptive_kl/current_beta")
@@ -400,9 +392,7 @@ def test_two_processes_have_the_losses_of_one(checkpoint, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for loss_type in TWO_PROCESSES:
-        one = trained(
-            checkpoint, tmp_path, rollout_func=fixed_rollout, loss_type=loss_type, **options
-        )
+        one = trained(checkpoint, tmp_path, arguments=FIXED, loss_type=loss_type, **options)
         history = json.loads((tmp_path / "two" / f"{loss_type}.json").read_text())
         assert history["processes"] == 2
         for name in COMPARED:
@@ -420,7 +410,7 @@ def main(folder, output_dir, options):
         trainer = trained(
             folder,
             output_dir,
-            rollout_func=fixed_rollout,
+            arguments=FIXED,
             loss_type=loss_type,
             per_device_train_batch_size=8,
             **options,
