@@ -223,14 +223,14 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
         return problem["answer"] + (text == "v")
 
     def length(text, problem, response):  # asks for the Response as well
-        return len(response.response_ids) + response.finished
+        return 10 * len(response.response_ids) + reward(text, problem)
 
     problems = [{"answer": 1}, {"answer": 0}]
     written = [*"xyzuv", "<|user|><answer>w</answer>"]
     texts, rewards = score(written, problems, reward)
     assert texts == written  # without the stop token, with other special ones
     assert rewards.tolist() == [1, 1, 1, 0, 1, 0]
-    assert score(written, problems, length)[1].tolist() == [3, 3, 3, 3, 3, 6]
+    assert score(written, problems, length)[1].tolist() == [21, 21, 21, 20, 21, 50]
 
 
 def test_reward_may_be_any_number():
