@@ -3,7 +3,7 @@ draws the tokens, scores them, and computes the loss; this folder makes that fas
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, presets
-from support import ranks, rewards, rules, skills, tasks, tokens
+from support import ranks, rewards, rules, skills, steps, tasks, tokens
 
 
 def check_settings(cfg):
@@ -57,6 +57,7 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
         ranks.divide(policy, ref_model, cfg)
     gpu.attach(policy, ref_model, problems, cfg)
     skills.attach(policy, tokenizer, cfg)
+    steps.tokenizer = tokenizer
     edits.log_edits(cfg)
     return ref_model
 
@@ -67,4 +68,5 @@ def watch(run):
     if ranks.WORLD == 1:  # several processes would wait for each other
         memory.attach(run)
         edits.wrap(train=rewards.train)
+    steps.attach(run)
     return guards.Guards(run)

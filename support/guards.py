@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import starter
-from support import edits, gpu, lora, ranks, report
+from support import edits, gpu, lora, ranks, report, steps
 
 try:
     import fcntl
@@ -84,6 +84,7 @@ class Guards:
             signs = evaluation_signs(metrics, state)
         else:
             self.run.stop = max(ranks.gather([self.signal]))  # all processes end together
+            steps.after_step(self.run, step, metrics, samples)
             update_state(step, metrics, state)
             self.log_step(step, metrics)
             signs = step_signs(step, metrics, samples, state, cfg)

@@ -43,6 +43,8 @@ def lines_of_report(result, n, run):
         f"KL(policy || {reference}): {result['kl_per_token']:z.3f} nats per token, "
         f"{result['kl_per_sequence']:z.2f} nats per response"
     )
+    if "steps" in run.state:
+        yield f"what eight steps did to each token: {run.folder}/steps.html"
 
 
 @torch.no_grad()

@@ -1,0 +1,109 @@
+"""Writes steps.html into a run's folder: what eight of its steps did to each token.
+
+The numbers are those of the loss. In a step that is due this file keeps what token_statistics gives
+and the derivative of the loss by each token's log-prob; after the update another forward pass gives
+the log-probs of then. In other steps it only hands calls through. support/steps.html is the page
+without its numbers, and computes the rest from them.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+import starter
+from support import edits, ranks
+
+STEP_BYTES = 475_000  # of a page; the second-oldest steps make room. Without them it has 20,000
+TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
+PROMPT = 400  # characters shown of a prompt, its last ones
+
+tokenizer = None  # of this process; support/attach.py sets it
+CALLS = []  # of token_statistics for the loss of this step: (policy, rows, {name: (B, T) tensor})
+
+
+def attach(run):
+    """Puts functions around two of starter.py, which keep what they see in steps that are due."""
+    due = {1 + i * (run.cfg.n_train_steps - 1) // 7 for i in range(8)}
+    make_batch = starter.make_batch
+    token_statistics = starter.token_statistics
+
+    def make_numbered_batch(responses, *others):
+        batch = make_batch(responses, *others)
+        CALLS.clear()
+        if run.state["step"] + 1 in due:
+            batch["row"] = torch.arange(len(responses))[:, None].to(batch["labels"])
+        return batch
+
+    def keep_statistics(model, rows, *others, **named):
+        stats = token_statistics(model, rows, *others, **named)
+        if "row" in rows and stats["log_probs"].requires_grad:
+            values = {name: x.detach() for name, x in stats.items()}
+            for name in "advantages", "weights", "rollout_log_probs":
+                values[name] = rows[name]
+            stats["log_probs"].register_hook(lambda slope: values.update(slope=slope))
+            CALLS.append((model, rows, values))
+        return stats
+
+    edits.wrap(make_batch=make_numbered_batch, token_statistics=keep_statistics)
+
+
+@torch.no_grad()
+def numbers_of_rows(responses, cfg):
+    """-> {row of the step: {name: a number for each token of its response, then padding}}, without
+    the rows that were left out of the loss. All processes come here together."""
+    found = []
+    for policy, rows, values in CALLS:
+        stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.precision)
+        values["after"] = stats["log_probs"]
+        for i, row in enumerate(rows["row"].flatten().tolist()):
+            first = len(responses[row].prompt_ids) - 1
+            found.append((row, {name: x[i, first:].tolist() for name, x in values.items()}))
+    CALLS.clear()
+    return dict(reversed(ranks.gather(found)))  # of several epochs the first one stays
+
+
+def after_step(run, step, metrics, samples):
+    """Adds the step to the page if it was due."""
+    if not CALLS:
+        return
+    problems, _, rewards, responses = samples
+    numbers = numbers_of_rows(responses, run.cfg)
+    size = run.cfg.group_size
+    half = 1 + TOKENS // size  # of a response's tokens, at its beginning and its end
+    n_groups = 1 + 4 * half // min(2 * half, run.cfg.max_new_tokens)
+    order = rewards.view(-1, size).std(1).argsort(descending=True).tolist()
+    order.insert(1, order.pop())  # a group of equal rewards, if there is one
+    groups = []
+    for g in order[:n_groups]:
+        shown = []
+        for i in range(g * size, g * size + size):
+            ids = responses[i].response_ids
+            places = [t for t in range(len(ids)) if t < half or t >= len(ids) - half]
+            response = {
+                "reward": f"{rewards[i]:.4g}",
+                "finished": responses[i].finished,
+                "length": len(ids),
+                "tokens": tokenizer.convert_ids_to_tokens([ids[t] for t in places]),
+            }
+            for name, values in numbers.get(i, {}).items():
+                response[name] = " ".join(f"{values[t]:.5g}" for t in places if t < len(values))
+            shown.append(response)
+        prompt = tokenizer.decode(problems[g]["prompt_ids"])
+        groups.append({"prompt": prompt[-PROMPT:], "responses": shown})
+    steps = run.state.setdefault("steps", {})  # those before a resume, too
+    steps[step] = {
+        "step": step,
+        "metrics": {name: f"{x:.4g}" for name, x in metrics.items()},
+        "scale": run.state["scaler"].get("scale", 1.0),  # of slope
+        "importance_cap": f"{run.cfg.importance_cap}",
+        "n_groups": len(problems),
+        "groups": groups,
+    }
+    texts = [json.dumps(content).replace("<", "\\u003c") for content in steps.values()]
+    while len("".join(texts)) > STEP_BYTES:
+        del texts[1]
+    template = Path(__file__).with_suffix(".html").read_text("utf-8")
+    if run.writes_files:
+        page = run.folder / "steps.html"
+        page.write_text(template.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")

@@ -1,0 +1,143 @@
+"""The page of a run that shows what its steps did to each token: the numbers, what is kept, and how
+it looks in a browser."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import at_each_call, often_equal, settings
+
+import starter
+from support import steps
+
+TEXTS = "reward", "finished", "length", "tokens"  # the other values of a response are numbers
+
+
+def read_page(folder):
+    """The page in a run's folder -> its steps, each with "responses" of all its groups."""
+    text = (folder / "steps.html").read_text("utf-8")
+    found = json.loads(text.partition('id="steps">')[2].partition("</script>")[0])
+    for step in found:
+        step["responses"] = [r for group in step["groups"] for r in group["responses"]]
+        for response in step["responses"]:
+            for name in response.keys() - TEXTS:
+                response[name] = [float(x) for x in response[name].split()]
+    return found
+
+
+@pytest.mark.parametrize("use_kl_penalty", [False, True])
+def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch, use_kl_penalty):
+    batches = []
+
+    def spoil_and_keep(policy, rows, *others):
+        rows["rollout_log_probs"] += torch.randn(rows["labels"].shape)  # so that the weight is cut
+        batches.append(rows)
+
+    monkeypatch.setattr(starter, "grpo_microbatch_step", starter.grpo_microbatch_step)
+    at_each_call(starter, "grpo_microbatch_step", spoil_and_keep)
+    given = settings(checkpoint, tmp_path, n_train_steps=2, max_sampler_diff=math.inf)
+    given |= dict(max_tokens_per_microbatch=9999, use_kl_penalty=use_kl_penalty)
+    folder = starter.main(**given)["run_folder"]
+    rows = batches[-1]
+    mask = rows["response_mask"]
+    ref, after = (
+        starter.get_response_log_probs(
+            starter.init_policy(path, "cpu")[0], rows["input_ids"], rows["labels"], mask
+        )
+        for path in (checkpoint, folder / "model")
+    )
+    before = rows["old_log_probs"]
+    weight = torch.exp(before - rows["rollout_log_probs"]).clamp(max=2) / mask.sum()
+    policy_term = -weight * rows["advantages"]
+    slope = policy_term + 0.3 * use_kl_penalty * weight * (before - ref)
+    expected = zip(*[x[mask].tolist() for x in (before, after, rows["advantages"], slope)])
+    step = read_page(folder)[1]
+    columns = "log_probs", "after", "advantages", "slope"
+    shown = [token for r in step["responses"] for token in zip(*[r[name] for name in columns])]
+    expected, shown = (torch.tensor(sorted(tokens)) for tokens in (expected, shown))
+    torch.testing.assert_close(shown, expected, rtol=1e-3, atol=1e-6)
+    if not use_kl_penalty:
+        assert shown[:, 3].sum().item() == pytest.approx(float(step["metrics"]["loss"]), rel=1e-3)
+
+
+def test_first_last_and_six_between_are_kept_also_before_a_resume(
+    checkpoint, tmp_path, monkeypatch
+):
+    given = settings(checkpoint, tmp_path, reward=often_equal)
+    starter.main(**given | dict(n_train_steps=3))
+    folder = starter.main(**given | dict(n_train_steps=20, resume=True))["run_folder"]
+    found = read_page(folder)
+    assert [step["step"] for step in found] == [1, 2, 3, 6, 9, 11, 14, 17, 20]
+    left_out = [r for step in found for r in step["responses"] if "slope" not in r]
+    assert {r["reward"] for r in left_out} == {"0.5"}
+    monkeypatch.setattr(steps, "STEP_BYTES", 30_000)
+    monkeypatch.setattr(steps, "TOKENS", 8)  # of 4 responses: 3 each
+    starter.main(**given | dict(n_train_steps=21, resume=True))
+    assert (folder / "steps.html").stat().st_size < 30_000 + 25_000
+    first, *_, last = read_page(folder)
+    assert (first["step"], last["step"]) == (1, 21)
+    assert max(len(response["tokens"]) for response in last["responses"]) == 6
+
+
+HARM = r"\u003c/script>\u003cimg src=x onerror=alert(1)>\u202e\ud83d\ude80\u0645\n"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1000,760 --user-data-dir="
+)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """Chromium, driven by selenium."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    if shutil.which("chromedriver") is None:
+        pytest.skip("needs Debian's packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    for flag in f"{FLAGS}{tmp_path}/browser".split():
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("colours, use_kl_penalty", [("light", False), ("dark", True)])
+def test_page_in_a_browser(browser, tmp_path, colours, use_kl_penalty):
+    """It also takes the pictures of docs/steps.md, of the built-in model."""
+    from selenium.webdriver import ActionChains
+
+    given = dict(n_train_steps=12, n_eval_problems=10, device="cpu", out_dir=str(tmp_path))
+    folder = starter.main(**given, use_kl_penalty=use_kl_penalty)["run_folder"]
+
+    def all_of(selector):
+        return browser.find_elements("css selector", selector)
+
+    scheme = {"name": "prefers-color-scheme", "value": colours}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    page = folder / "steps.html"
+    browser.get(page.as_uri())
+    for choice in all_of("#quantity-choice label") + all_of("#step-choice label"):
+        choice.click()
+        assert any(token.get_attribute("style") for token in all_of(".token")), choice.text
+    assert "teaches nothing" in all_of("section.equal")[0].text
+    all_of("#quantity-choice label")[use_kl_penalty].click()
+    ActionChains(browser).move_to_element(all_of(".token")[2]).perform()
+    browser.save_screenshot(tmp_path / f"steps_{colours}.png")
+    shown = {row.get_attribute("data-key"): row.text for row in all_of("#detail dl div")}
+    token = {
+        name: x[2] for name, x in read_page(folder)[-1]["responses"][0].items() if name not in TEXTS
+    }
+    ratio = math.exp(token["log_probs"] - token["rollout_log_probs"])
+    expected = {"push": token["advantages"] * token["weights"] * ratio}
+    if use_kl_penalty:
+        expected["kl_push"] = -token["slope"] - expected["push"]
+    for name, value in expected.items():
+        number = float(shown[name].split("\n")[1].replace("\u2212", "-"))
+        assert number == pytest.approx(value, rel=6e-3), name
+    page.write_text(page.read_text("utf-8").replace(r"\u003canswer>", HARM), "utf-8")
+    browser.get(page.as_uri())
+    assert "</script><img" in all_of(".token")[0].text
+    assert browser.get_log("browser") == []
