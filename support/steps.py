@@ -14,6 +14,7 @@ import torch
 import starter
 from support import edits, ranks
 
+TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
 STEP_BYTES = 475_000  # of a page; the second-oldest steps make room. Without them it has 20,000
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
 PROMPT = 400  # characters shown of a prompt, its last ones
@@ -103,7 +104,6 @@ def after_step(run, step, metrics, samples):
     texts = [json.dumps(content).replace("<", "\\u003c") for content in steps.values()]
     while len("".join(texts)) > STEP_BYTES:
         del texts[1]
-    template = Path(__file__).with_suffix(".html").read_text("utf-8")
     if run.writes_files:
         page = run.folder / "steps.html"
-        page.write_text(template.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")
+        page.write_text(TEMPLATE.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")
