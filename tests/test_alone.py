@@ -38,6 +38,7 @@ def python(alone, *arguments):
 @pytest.mark.slow
 def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoint):
     given = crash_test.SETTINGS | {"model_id": str(checkpoint), "kl_adaptation_method": "none"}
+    given["ref_model_id"] = str(Path(starter.__file__).with_name("support") / "tiny")
     killed, whole = (given | {"out_dir": str(alone / name / "runs")} for name in "ab")
     status, _ = crash_test.run(killed, alone, kill=("Step 3/", 0.0))
     assert status == -signal.SIGKILL

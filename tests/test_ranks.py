@@ -48,6 +48,7 @@ CASES = {  # name: (checkpoint, changes of the run)
     "a process without a prompt": ({}, dict(WITH_KL, rollout_batch_size=4, n_eval_problems=1)),
     "rows that are left out": ({}, dict(reward="rare")),
     "a process without a row": ({}, dict(reward="equal")),
+    "a teacher": ({}, dict(EXACT, ref_model_id="tiny")),
     "an async reward, not of all": ({}, dict(WITH_KL, reward="awaited")),
     "Mixtral, untied": (dict(family="Mixtral", num_local_experts=4, tie=False), WITH_KL),
 }
