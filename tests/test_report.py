@@ -81,22 +81,17 @@ def test_picture_names_its_axes_and_shows_what_was_measured(finished):
     figure = draw(mock.Mock(folder=folder), 10)
     assert (folder / "curve.png").is_file()
     logged = scalars(folder)
-    lines = [[(line.get_label(), list(line.get_ydata())) for line in x.lines] for x in figure.axes]
-    tags = [["train/reward_mean"], ["eval/retention_sort", "eval/solved"], ["train/kl_per_token"]]
-    assert [sorted(panel) for panel in lines] == [
-        [(tag.rpartition("/")[2], [*logged[tag].values()]) for tag in panel] for panel in tags
-    ]
+    lines = [line for panel in figure.axes for line in panel.lines]
+    assert {line.get_label(): list(line.get_ydata()) for line in lines} == {
+        tag.rpartition("/")[2]: list(logged[tag].values())
+        for tag in ("train/reward_mean", "eval/solved", "eval/retention_sort", "train/kl_per_token")
+    }
     units = [panel.get_ylabel() for panel in figure.axes]
     assert units == ["mean reward", "share solved", "KL, nats per token"]
-    assert figure.axes[-1].get_xlabel() == "step"
-    solved = figure.axes[1]
-    [band] = solved.collections
+    [band] = figure.axes[1].collections
     at_start = [y for x, y in band.get_paths()[0].vertices if x == 0]
     interval = report.wilson_interval(logged["eval/solved"][0], 10)
     assert (min(at_start), max(at_start)) == pytest.approx(interval)
-    figure.draw_without_rendering()
-    legend = solved.get_legend().get_window_extent()
-    assert legend.x0 > solved.get_window_extent().x1  # beside the curves
 
 
 def test_without_matplotlib_a_line_says_so(capsys):
