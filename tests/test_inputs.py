@@ -2,11 +2,11 @@
 anything is written; what changes nothing, or is often a mistake, is said."""
 
 import ast
-import inspect
 import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from conftest import settings
+from conftest import settings, variety
 
 import starter
 from starter import InputError
@@ -255,32 +255,28 @@ def in_a_list(text, problem):
     return [float(text == problem["answer"]), 7.0]
 
 
-def wrapped_as_printed(YOURS):
-    """The line that each message prints, for the reward that it refuses."""
-    if YOURS is in_a_list:
-        return dict(reward=lambda text, problem: YOURS(text, problem)[0])
-    return dict(
-        reward=lambda text, problem: YOURS(
-            completions=[text],
-            prompts=[problem["prompt"]],
-            **{key: [x] for key, x in problem.items()},
-        )[0]
-    )
+WRAPPED = {  # as printed
+    of_trl: lambda text, problem: of_trl(
+        completions=[text], prompts=[problem["prompt"]], **{key: [x] for key, x in problem.items()}
+    )[0],
+    in_a_list: lambda text, problem: in_a_list(text, problem)[0],
+}
 
 
 def condensed(text):
     return "".join(text.split()).replace("'", '"').replace(",)", ")")
 
 
-@pytest.mark.parametrize("reward", [of_trl, in_a_list])
+@pytest.mark.parametrize("reward", WRAPPED)
 def test_reward_of_another_signature_is_refused_with_the_line_that_wraps_it(checkpoint, reward):
     x = loaded(checkpoint)
     x.cfg.reward = reward
     _, line = refusal(rules.check_model, *vars(x).values()).split("give reward=")
-    assert condensed(f"reward={line}") in condensed(inspect.getsource(wrapped_as_printed))
-    x.cfg.reward = wrapped_as_printed(reward)["reward"]
+    line = line.replace("YOURS", reward.__name__)
+    assert condensed(line) in condensed(Path(__file__).read_text("utf-8"))
+    x.cfg.reward = WRAPPED[reward]
     rules.check_model(**vars(x))
-    assert x.cfg.reward("3", {"prompt": "p", "answer": "3", "prompt_ids": [7]}) == 1
+    assert x.cfg.reward("3", {"prompt": "p", "answer": "3"}) == 1
 
 
 def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
@@ -342,55 +338,37 @@ def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, is_cut
     assert [x.stem for x in tmp_path.glob("*.damaged")] == [path.stem]
 
 
-PROBLEMS = [{"prompt": f"add {i}", "answer": str(i % 2)} for i in range(20)]
-
-
-class Variety:
+class Constant:
     def __call__(self, text, problem):
-        return len(set(text)) / 10
-
-
-class Letters:
-    def __call__(self, text, problem):
-        return len(text) / 10
-
-
-def scale_one_layer(policy):
-    policy.model.layers[1].self_attn.o_proj.weight.data *= 1.001
+        return 0.5
 
 
 @pytest.mark.parametrize(
-    "changed, words",
+    "source, change",
     [
-        ({}, None),
-        ({"train": PROBLEMS[:9]}, "training problems"),
-        ({"held_out": [{**PROBLEMS[10], "answer": "2"}]}, "held-out problems"),
-        ({"reward": Letters()}, "reward"),
-        ({"reward": lambda text, problem: 0.5}, "reward"),
-        ({"tune": scale_one_layer}, "model"),
+        ("training problems", lambda x: x.problems.train.pop()),
+        ("held-out problems", lambda x: x.problems.held_out[3].update(answer=7)),
+        ("reward", lambda x: setattr(x.cfg, "reward", Constant())),
+        ("model", lambda x: x.policy.model.layers[1].mlp.up_proj.weight.data.mul_(1.001)),
     ],
 )
-def test_resume_says_which_source_has_changed_under_its_name(
-    checkpoint, tmp_path, capsys, changed, words
-):
-    (tmp_path / "model").mkdir()
+def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, change):
+    x = loaded(checkpoint)
+    run = SimpleNamespace(cfg=x.cfg, state={})
 
-    def go(n_train_steps, train=PROBLEMS[:10], held_out=PROBLEMS[10:], tune=None, **given):
-        for name, problems in (("train", train), ("held_out", held_out)):
-            lines = map(json.dumps, problems)
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-        policy, tokenizer = starter.init_policy(checkpoint, "cpu")
-        if tune is not None:
-            tune(policy)
-        policy.to(torch.bfloat16).save_pretrained(tmp_path / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        files = dict(task=f"{tmp_path}/train.jsonl", eval_file=f"{tmp_path}/held_out.jsonl")
-        starter.main(
-            **settings(tmp_path / "model", tmp_path, n_train_steps=n_train_steps, **files, **given)
-        )
+    def says():
+        capsys.readouterr()
+        x.cfg.sources = rules.sources_of(x.policy, x.problems, x.cfg)
+        rules.note_changed_sources(run)
+        return capsys.readouterr().out
 
-    go(1, reward=Variety())
-    capsys.readouterr()
-    go(2, resume=True, **{"reward": Variety(), **changed})
-    lines = [x for x in capsys.readouterr().out.splitlines() if "changed since the check" in x]
-    assert lines == [f"resume: the {words} changed since the checkpoint was saved"] * bool(words)
+    assert says() == says() == ""
+    change(x)
+    assert says() == f"resume: the {source} changed since the checkpoint was saved\n"
+
+
+def test_resumed_run_says_that_its_reward_has_changed(checkpoint, tmp_path, capsys):
+    for n_train_steps, reward in ((1, variety), (2, Constant())):
+        given = dict(n_train_steps=n_train_steps, reward=reward, resume=n_train_steps > 1)
+        starter.main(**settings(checkpoint, tmp_path, **given))
+    assert capsys.readouterr().out.count("resume: the reward changed") == 1

@@ -14,7 +14,7 @@ from starter import Response
 from support import rewards, tasks
 
 import torch
-from conftest import advantages_by_loops, make_tokenizer, scalars, settings, small_sums, variety
+from conftest import advantages_by_loops, make_tokenizer, scalars, settings, variety
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies
@@ -240,174 +240,106 @@ def test_reward_may_be_any_number():
 
 # Rewards that are awaited, and responses that cannot be scored
 
-PAIR = [{"answer": 1}, {"answer": 0}]
-
-
-async def judge(text, problem, response):
-    await asyncio.sleep(0.001 * ord(text))  # they end in another order
-    return problem["answer"] + len(response.response_ids)
-
-
-class Judge:
-    async def __call__(self, text, problem, response):
-        return await judge(text, problem, response)
-
-
-def now_and_then(text, problem, response):
-    """Knows some numbers at once."""
-    return 3 if text == "x" else judge(text, problem, response)
-
-
-@pytest.mark.parametrize("reward", [judge, Judge(), now_and_then])
-def test_async_reward_scores_each_response_with_its_problem(reward):
-    rewards.attach()
-    texts, numbers = score(list("xyzu"), PAIR, reward)
-    assert texts == list("xyzu") and numbers.tolist() == [3, 3, 2, 2]
-
 
 def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(monkeypatch):
-    monkeypatch.setattr(rewards, "AT_ONCE", 3)
+    """Also where a loop runs already, and where some numbers are known at once."""
+    monkeypatch.setattr(rewards, "AT_ONCE", 2)
     rewards.attach()
     loops, waiting, most = set(), set(), []
 
-    async def reward(text, problem):
+    async def judge(text, problem, response):
         loops.add(asyncio.get_running_loop())
         waiting.add(text)
         most.append(len(waiting))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.001 * ord(text))  # they end in another order
         waiting.remove(text)
+        return problem["answer"] + len(response.response_ids)
 
-    for _ in range(2):
-        assert score(list("xyzuvw"), PAIR, reward)[1].isnan().all()
-    assert max(most) == 3 and len(loops) == 1
+    def reward(text, problem, response):
+        return 3 if text == "x" else judge(text, problem, response)
 
+    async def program():
+        return score("xyzu", [{"answer": 1}, {"answer": 0}], reward)[1].tolist()
 
-def test_async_reward_works_under_an_event_loop_and_raises_what_it_raises():
-    rewards.attach()
-
-    async def reward(text, problem):
-        return 1 / (text != "z")
-
-    async def program(text):
-        return score(text, PAIR, reward)[1].tolist()
-
-    assert asyncio.run(program("xy")) == [1, 1]
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(program("xz"))
+    assert asyncio.run(program()) == asyncio.run(program()) == [3, 3, 2, 2]
+    assert max(most) == 2 and len(loops) == 1
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
 def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
     rewards.attach()
-    numbers = [
-        1.0,
-        0.0,
-        math.nan,
-        1.0,
-        0.5,
-        0.5,
-        0.0,
-        0.5,
-        *[math.nan] * 3,
-        0.7,
-        math.nan,
-        0.2,
-        math.nan,
-        0.8,
-    ]
-    advantages, metadata = starter.compute_group_normalized_advantages(
-        torch.tensor(numbers), 4, 1e-6, normalize_by_std
-    )
-    first = advantages_by_loops([1.0, 0.0, 1.0], 3, 1e-6, normalize_by_std)
-    second = advantages_by_loops(numbers[4:8], 4, 1e-6, normalize_by_std)
-    third = advantages_by_loops([0.2, 0.8], 2, 1e-6, normalize_by_std)
-    expected = [*first[:2], 0.0, first[2], *second, *[0.0] * 5, third[0], 0.0, third[1]]
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
-    assert metadata["unscored_frac"] == pytest.approx(6 / 16)
-    assert metadata["reward_mean"] == pytest.approx((2 / 3 + 1.5 / 4 + 0.5) / 3)
+
+    def advantages(*numbers):
+        numbers = torch.tensor(numbers)
+        return starter.compute_group_normalized_advantages(numbers, 3, 1e-6, normalize_by_std)
+
+    nan = math.nan
+    found, metadata = advantages(1.0, nan, 0.2, 0.5, 0.5, 0.2, nan, 0.7, nan)
+    two = advantages_by_loops([1.0, 0.2], 2, 1e-6, normalize_by_std)
+    three = advantages_by_loops([0.5, 0.5, 0.2], 3, 1e-6, normalize_by_std)
+    assert found.tolist() == pytest.approx([two[0], 0, two[1], *three, 0, 0, 0], abs=1e-5)
+    assert metadata["unscored_frac"] == pytest.approx(3 / 9)
+    assert metadata["reward_mean"] == pytest.approx((0.6 + 0.4) / 2)
+    # Nothing can be compared: the step is skipped.
+    assert advantages(1.0, nan, nan)[0].isnan().all()
 
 
-def test_step_in_which_nothing_can_be_compared_is_left_to_be_skipped():
-    rewards.attach()
-    numbers = torch.tensor([1.0, math.nan, math.nan, 0.5])
-    advantages, _ = starter.compute_group_normalized_advantages(numbers, 2, 1e-6, True)
-    assert advantages.isnan().all()
+def test_evaluation_is_of_what_was_scored(monkeypatch):
+    samples = [({}, "", reward) for reward in (1.0, 0.5, math.nan, math.nan)]
+    of_all = {"solved": 0.25, "reward_mean": math.nan}
+    monkeypatch.setattr(starter, "evaluate", lambda: (of_all, samples))
+    assert rewards.evaluate()[0] == {"solved": 0.5, "reward_mean": 0.75, "unscored_frac": 0.5}
 
 
-def test_groups_that_are_scored_stay_as_they_are():
-    numbers = torch.tensor([1.0, 0.0, 0.3, 0.3])
-    plain = starter.compute_group_normalized_advantages(numbers, 2, 1e-6, True)
-    rewards.attach()
-    again = starter.compute_group_normalized_advantages(numbers, 2, 1e-6, True)
-    torch.testing.assert_close(again, plain, rtol=0, atol=0)
-
-
-# Whole runs
+# Whole runs: a trial of the reward, an evaluation of 10 responses, steps of 16
 
 
 def test_run_without_some_scores_trains_and_evaluates_the_others(checkpoint, tmp_path):
-    """Every fourth call of the reward gives none; in step 3 none does."""
+    """Every fourth response gets none; in step 3 none does."""
     calls = itertools.count()
 
     async def reward(text, problem):
         n = next(calls)
-        in_step_3 = 1 + 10 + 32 <= n < 1 + 10 + 48  # after the trial, an evaluation, two steps
+        in_step_3 = 11 + 32 <= n < 11 + 48
         return None if in_step_3 or n % 4 == 0 else variety(text, problem)
 
-    result = starter.main(**settings(checkpoint, tmp_path, reward=reward))
-    logged = scalars(result["run_folder"])
+    logged = scalars(starter.main(**settings(checkpoint, tmp_path, reward=reward))["run_folder"])
     assert logged["train/unscored_frac"] == {1: 0.25, 2: 0.25, 4: 0.25}
     assert list(logged["train/skipped_steps"].values()) == [0, 0, 1, 1]
     assert logged["train/grad_norm"][4] > 0 and math.isfinite(logged["eval/reward_mean"][4])
 
 
-def test_solved_and_reward_of_an_evaluation_are_of_what_was_scored(checkpoint, tmp_path):
-    def reward(text, problem):
-        return {0: None, 1: 1.0, 2: 0.5}[int(problem["answer"]) % 3]
-
-    given = settings(checkpoint, tmp_path, reward=reward, n_train_steps=0)
-    result = starter.main(**given)
-    held_out = small_sums(None)[1][:10]
-    numbers = [reward("", problem) for problem in held_out]
-    known = [number for number in numbers if number is not None]
-    assert result["after"]["unscored_frac"] == pytest.approx(1 - len(known) / 10)
-    assert result["after"]["solved"] == pytest.approx(known.count(1.0) / len(known))
-    assert result["after"]["reward_mean"] == pytest.approx(sum(known) / len(known))
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-def test_run_that_the_reward_ends_goes_on_from_the_step_before(
-    checkpoint, tmp_path, is_async, capsys
-):
+def test_run_that_the_reward_ends_goes_on_from_the_step_before(checkpoint, tmp_path, capsys):
     calls = itertools.count()
 
-    def reward(text, problem):
-        if next(calls) == 1 + 10 + 2 * 16 + 5:  # in step 3
+    async def reward(text, problem):
+        if next(calls) == 11 + 32 + 5:
             raise OSError("no judge")
         return variety(text, problem)
 
-    async def awaited(text, problem):
-        return reward(text, problem)
-
-    given = settings(checkpoint, tmp_path / "a", reward=awaited if is_async else reward)
+    given = settings(checkpoint, tmp_path / "a", reward=reward)
     with pytest.raises(OSError, match="no judge"):
         starter.main(**given)
     resumed = starter.main(**given, resume=True)
     assert "after step 2\n" in capsys.readouterr().out
-    undisturbed = starter.main(**settings(checkpoint, tmp_path / "b"))
-    assert resumed["after"] == undisturbed["after"]
-    assert list(scalars(resumed["run_folder"])["train/loss"]) == [1, 2, 3, 4]
+    assert resumed["after"] == starter.main(**settings(checkpoint, tmp_path / "b"))["after"]
 
 
-def test_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_path):
+def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_path):
+    calls = itertools.count()
     cancelled = threading.Event()
 
     async def reward(text, problem):
-        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        n = next(calls)
+        if n == 11:
+            for seconds in (0.2, 1.2):
+                interrupt = os.getpid(), signal.SIGINT
+                threading.Timer(seconds, os.kill, interrupt).start()
         try:
-            await asyncio.sleep(60)
-        finally:
+            await asyncio.sleep(60 * (n >= 11))
+        except asyncio.CancelledError:
             cancelled.set()
+        return 1
 
     with pytest.raises(KeyboardInterrupt):
         starter.main(**settings(checkpoint, tmp_path, reward=reward))
