@@ -354,6 +354,7 @@ class Constant:
 )
 def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, change):
     x = loaded(checkpoint)
+    x.cfg.reward = object()
     run = SimpleNamespace(cfg=x.cfg, state={})
 
     def says():
