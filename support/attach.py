@@ -32,7 +32,7 @@ def check(run):
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.ref_model_id, cfg.task, cfg.eval_file)
     memory.check_fits(cfg)
-    if cfg.engine == "vllm":
+    if cfg.engine == "vllm" or cfg.device.type == "cuda":
         engines.attach()
     edits.replace(read_problems=tasks.read_problems)
 

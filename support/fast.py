@@ -13,13 +13,11 @@ while learning.
 
 import contextlib
 import functools
-import random
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
@@ -127,40 +125,9 @@ def attend_on_cpu(model):
 LOGITS_AT_ONCE = {"cpu": 16_777_216}
 
 
-@contextlib.contextmanager
-def tensor_cores(in_16_bits):
-    """Where the layers are in 16 bits (bf16 rounds to 8, fp16 to 11), a GPU multiplies the head's
-    float32 matrices in TF32, of 11 bits, which is several times faster. RoPE must stay outside:
-    TF32 would round positions. A choice of your own stays."""
-    matmul = torch.backends.cuda.matmul
-    chosen = matmul.fp32_precision
-    if in_16_bits and chosen == "none":
-        matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = chosen
-
-
-class Hidden(BaseModelOutputWithPast):
-    """What a model's layers return, with nothing in it but the last hidden states."""
-
-    def __getattr__(self, name):
-        return None
-
-
 def logits_from(model, hidden):
-    """(N, H) last hidden states -> (N, V) logits, by the model's own code, which may scale or cap
-    them. It runs with these hidden states in the place of its layers."""
-    layers = model.base_model
-    outputs = Hidden(last_hidden_state=hidden[None])
-    layers.forward = lambda *args, **kwargs: outputs
-    try:
-        with tensor_cores(torch.is_autocast_enabled(hidden.device.type)):
-            ids = hidden.new_zeros(1, len(hidden), dtype=torch.long)
-            return model(input_ids=ids).logits[0]
-    finally:
-        del layers.forward
+    """(N, H) last hidden states -> (N, V) logits."""
+    return model.get_output_embeddings()(hidden)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,9 +187,8 @@ class Recomputed(torch.autograd.Function):
     checkpoint would keep what belongs to statistics that the loss does not use."""
 
     @staticmethod
-    def forward(ctx, function, precision, hidden):
+    def forward(ctx, function, hidden):
         ctx.function = function
-        ctx.precision = precision
         ctx.save_for_backward(hidden)
         ctx.set_materialize_grads(False)
         return function(hidden)
@@ -239,9 +205,8 @@ class Recomputed(torch.autograd.Function):
         for values, gradient in zip(stats, gradients):
             if values.requires_grad and gradient is not None:
                 used.append((values, gradient))
-        with tensor_cores(ctx.precision != "float32"):
-            torch.autograd.backward(*zip(*used))  # gives the head's weights theirs, too
-        return None, None, hidden.grad
+        torch.autograd.backward(*zip(*used))  # gives the head's weights theirs, too
+        return None, hidden.grad
 
 
 @torch.no_grad()
@@ -287,7 +252,7 @@ def token_statistics(model, rows, temperature, precision="float32", ref_model=No
     for start in range(0, max(1, len(labels)), n):
         some = slice(start, start + n)
         function = functools.partial(of_slice, some)
-        slices.append(Recomputed.apply(function, precision, hidden[some]))
+        slices.append(Recomputed.apply(function, hidden[some]))
     stats = dict(zip(names, map(torch.cat, zip(*slices))))
     zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=device)
     return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
@@ -302,60 +267,50 @@ FUNCTIONS = {
     "rows_to_decode": rows_to_decode,
     "token_statistics": token_statistics,
 }
-# Another function that must not be edited either: it would not be called, or needs the plain one
-PARTNERS = {"rows_to_decode": "next_logits", "token_statistics": "response_logits"}
+# They are used while these are as shipped, too: an edit would not be called, or needs its partner
+PARTNERS = ("next_logits", "response_logits", "rows_to_decode", "token_statistics")
 
 
-def made_up_responses(prompts, max_new_tokens, vocabulary):
-    """Returns a Response to each prompt. Rows are as long as any of the run can become, so that
-    they exceed a sliding window if any does; their ends are scored."""
-    n_scored = min(max_new_tokens, 64)
-    draw = random.Random(0)
+def made_up_responses(prompts, max_new_tokens):
+    """Returns a Response to each prompt, which is that prompt again and again. Rows are as long as
+    any of the run can become, so that they exceed a sliding window if any does; their ends are
+    scored."""
     responses = []
     for prompt_ids in prompts:
-        n_before = len(prompt_ids) + max_new_tokens - n_scored
-        before = (prompt_ids * n_before)[:n_before]
-        ids = draw.choices(range(vocabulary), k=n_scored)
-        responses.append(starter.Response(before, ids, [0.0] * n_scored, False))
+        n = len(prompt_ids) + max_new_tokens
+        ids = (prompt_ids * n)[:n]
+        n_scored = min(max_new_tokens, 64)
+        before = ids[:-n_scored]
+        responses.append(starter.Response(before, ids[-n_scored:], [0.0] * n_scored, False))
     return responses
 
 
-def with_half_embeddings(policy):
-    """Makes the policy another model within a context. As its own reference it would have a KL of
-    0, however wrong the KL is computed."""
-    embeddings = policy.get_input_embeddings()
-    return embeddings.register_forward_hook(lambda module, inputs, output: output / 2)
-
-
 @torch.no_grad()
-def logits_while_sampling(functions, policy, prompts):
+def logits_while_sampling(next_logits, policy, responses):
     """-> (B, V) logits of the third token after each prompt."""
-    outputs = []
-    for rows in functions["rows_to_decode"](prompts, 3):
-        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
-        cache = None
-        for _ in range(3):
-            logits, cache = functions["next_logits"](policy, ids, cache)
-            ids = torch.cat([ids, ids[:, :1]], dim=1)
-        outputs.append(logits)
-    return torch.cat(outputs)
+    prompts = [torch.tensor(response.prompt_ids) for response in responses]
+    ids = pad_sequence(prompts, True, -1).to(policy.device)
+    cache = None
+    for _ in range(3):
+        logits, cache = next_logits(policy, ids, cache)
+        ids = torch.cat([ids, ids[:, :1]], dim=1)
+    return logits
 
 
-def outputs_of(functions, policy, batches):
+def outputs_of(token_statistics, next_logits, policy, batches):
     """Lists of Responses -> {name: output}, {name: some of the gradient of a parameter}. The
     gradient is that of all statistics together, each weighted by the number of its token."""
-    ref_model = Within(policy, with_half_embeddings)
     parts = []
     for responses in batches:
         rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
-        stats = functions["token_statistics"](policy, rows, 1.0, "float32", ref_model)
+        stats = token_statistics(policy, rows, 1.0)
         loss = sum((rows["labels"] * values).sum() for values in stats.values())
         loss.backward()
         mask = rows["response_mask"]
-        parts.append({name: values[mask].detach() for name, values in stats.items()})
+        part = {name: values[mask].detach() for name, values in stats.items()}
+        part["logit while sampling"] = logits_while_sampling(next_logits, policy, responses)
+        parts.append(part)
     outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    prompts = [response.prompt_ids for responses in batches for response in responses]
-    outputs["logit while sampling"] = logits_while_sampling(functions, policy, prompts)
     gradients = {}
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
@@ -375,17 +330,15 @@ def compare(ours, plain, least):
             raise ValueError(f"its {name} differs by {error:.1%}")
 
 
-def check_fit(functions, policy, problems, cfg):
-    """Raises an error of compare() or of the model where one of these functions computes something
-    else than the plain ones do with each row alone."""
+def check_fit(policy, problems, cfg):
+    """Raises an error of compare() or of the model where these functions compute something else
+    than the plain ones do with each row alone."""
     prompts = sorted((problem["prompt_ids"] for some in problems for problem in some), key=len)
-    prompts = [prompts[0], prompts[-1], prompts[-1]]
-    vocabulary = policy.config.get_text_config().vocab_size
-    responses = made_up_responses(prompts, cfg.max_new_tokens, vocabulary)
-    own = {name: edits.own(name) for name in FUNCTIONS}
-    plain, plain_gradients = outputs_of(own, policy, [[response] for response in responses])
+    responses = made_up_responses([prompts[0], prompts[-1], prompts[-1]], cfg.max_new_tokens)
+    own = edits.own("token_statistics"), edits.own("next_logits")
+    plain, plain_gradients = outputs_of(*own, policy, [[response] for response in responses])
     attend_on_cpu(policy)
-    ours, gradients = outputs_of({**own, **functions}, policy, [responses])
+    ours, gradients = outputs_of(token_statistics, next_logits, policy, [responses])
     compare(ours, plain, 0.01)
     steepest = max(values.abs().max() for values in plain_gradients.values())
     compare(gradients, plain_gradients, 1e-3 * steepest)
@@ -393,13 +346,11 @@ def check_fit(functions, policy, problems, cfg):
 
 def attach(policy, ref_model, problems, cfg):
     """Puts this file's functions into starter.py if they fit the model, else says why not."""
-    functions = {}
-    for name, function in FUNCTIONS.items():
-        if edits.is_shipped(name) and edits.is_shipped(PARTNERS.get(name, name)):
-            functions[name] = function
+    if not all(map(edits.is_shipped, PARTNERS)):
+        return
     own_attention = policy.config._attn_implementation
     try:
-        check_fit(functions, policy, problems, cfg)
+        check_fit(policy, problems, cfg)
     except Exception as error:  # code of the model's authors runs here
         policy.set_attn_implementation(own_attention)
         policy.zero_grad()
@@ -410,4 +361,4 @@ def attach(policy, ref_model, problems, cfg):
         return
     if isinstance(ref_model, type(policy)):
         attend_on_cpu(ref_model)
-    edits.replace(**functions)
+    edits.replace(**FUNCTIONS)

@@ -25,9 +25,8 @@ def compile_layers(model):
 
 def compile_statistics():
     """Compiles what is computed from the logits, as it stands in starter.py, of more tokens at a
-    time. Its backward pass may not change the setting of TF32, which nothing needs any more."""
+    time."""
     edits.wrap(statistics_of_logits=torch.compile(starter.statistics_of_logits, dynamic=True))
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
     fast.LOGITS_AT_ONCE["cuda"] = 4 * starter.LOGITS_AT_ONCE
 
 
