@@ -15,9 +15,6 @@ SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name of a function: its fingerprint
 OWN = {}  # name: the function of starter.py that another one has replaced
 
-# What vLLM does by itself
-SAMPLING = {"draw_from", "draw_tokens", "next_logits", "rollout_with_transformers", "scale_logits"}
-
 
 def fingerprint(function):
     """A text that changes with what a function does, but not with its comments, docstring or
@@ -66,9 +63,8 @@ def log_edits(cfg):
     edited = [name for name in SHIPPED if hasattr(starter, name) and not is_shipped(name)]
     if edited:
         print(f"edited, and run as they are: {', '.join(edited)}")
-    without_part = sorted(SAMPLING.intersection(edited))
-    if cfg.engine == "vllm" and without_part:
-        print(f"vLLM samples by itself: {', '.join(without_part)} have no part in its sampling")
+    if edited and cfg.engine == "vllm":
+        print("vLLM draws the tokens by itself: edits of sampling have no part in it")
     print(f"of support/ run: {', '.join(sorted(OWN)) or 'no functions'}")
 
 

@@ -88,9 +88,8 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
         if gpu_mem_util >= 1:  # GB of the cache; the share is not read
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
-    set_num_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        llm = LLM(
+        return LLM(
             str(model_id),
             seed=seed,
             dtype=starter.DTYPES[precision],
@@ -104,9 +103,6 @@ def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
         raise starter.RunStopped(
             f"vLLM did not start ({error!s:.300}); --engine transformers goes on without it"
         ) from error
-    torch.set_num_threads = set_num_threads  # vLLM puts a function here that does nothing
-    torch.set_num_threads(n_threads)
-    return llm
 
 
 def give_text_model(policy, tokenizer, model_id):

@@ -8,7 +8,7 @@ of Qwen3-1.7B on an H100, together with the head of support/engines.py (lab/resu
 import torch
 
 import starter
-from support import edits, fast, memory, ranks
+from support import edits, fast, ranks
 
 LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
 RUN = {}  # of this process: the policy's parameters, and the mean length of a prompt
@@ -30,15 +30,12 @@ def compile_statistics():
     fast.LOGITS_AT_ONCE["cuda"] = 4 * starter.LOGITS_AT_ONCE
 
 
-def enlarge_microbatches(config, cfg):
-    """Doubles the preset's microbatches where they fit. Compiled layers keep half of what the
-    formula of support/memory.py counts for a token."""
-    n = cfg.max_tokens_per_microbatch
-    needed, doubled = (memory.predicted_gb(config, cfg, k) for k in (n, 2 * n))
-    available = memory.free_gb(cfg) + torch.cuda.memory_allocated(cfg.device) / 1e9
+def enlarge_microbatches(cfg):
+    """Doubles the preset's microbatches: compiled layers keep half as much for a token. Where that
+    is too much after all, support/memory.py halves them."""
     of_preset = starter.PRESETS[cfg.preset].get("max_tokens_per_microbatch")
-    if n == of_preset and (needed + doubled) / 2 <= available:
-        cfg.max_tokens_per_microbatch = 2 * n
+    if cfg.max_tokens_per_microbatch == of_preset:
+        cfg.max_tokens_per_microbatch *= 2
 
 
 def attach(policy, ref_model, problems, cfg):
@@ -53,7 +50,7 @@ def attach(policy, ref_model, problems, cfg):
         if ref_model is not None:
             compile_layers(ref_model)
         compile_statistics()
-        enlarge_microbatches(policy.config, cfg)
+        enlarge_microbatches(cfg)
         print(
             "layers and statistics are compiled, which takes half a minute; "
             f"max_tokens_per_microbatch = {cfg.max_tokens_per_microbatch}"

@@ -90,10 +90,8 @@ def predicted_gb(config, cfg, n_tokens, n_ranks=1):
 
 
 def free_gb(cfg):
-    """Returns the free memory of a GPU, less vLLM's share or cache, what a Mac lends to its, or the
-    free memory of this machine where /proc tells it, else inf."""
-    if cfg.device.type == "mps":
-        return torch.mps.recommended_max_memory() / 1e9
+    """Returns the free memory of a GPU, less vLLM's share or cache, or that of this machine where
+    /proc tells it, else inf."""
     if cfg.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(cfg.device)
         if cfg.engine == "vllm":
@@ -108,51 +106,36 @@ def free_gb(cfg):
 
 def check_fits(cfg):
     """Raises InputError where the model cannot be trained in the free memory, even with one
-    response at a time, and says what would fit. A model that cannot be counted passes."""
+    response at a time, and says what takes the least. A model that cannot be counted passes."""
     free = free_gb(cfg)
-    is_rounded = cfg.precision != "float32"
-    remedies = [("lora_rank", 16), ("gradient_checkpointing", True), ("frozen_in_bf16", is_rounded)]
-    needed = []
+    n_tokens = cfg.max_new_tokens + 150  # of the prompt, which is not known yet
+    saving = {
+        "lora_rank": 16,
+        "gradient_checkpointing": True,
+        "frozen_in_bf16": cfg.precision != "float32",
+    }
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
-        for n in range(4):
-            changes = dict(remedies[:n])
-            changed = starter.cfg_with(**vars(cfg) | changes)
-            # 150 is for the prompt, which is not known yet
-            needed.append(predicted_gb(config, changed, cfg.max_new_tokens + 150, ranks.WORLD))
-            if needed[n] <= free:
-                break
+        needed = predicted_gb(config, cfg, n_tokens, ranks.WORLD)
+        cfg_saving = starter.cfg_with(**vars(cfg) | saving)
+        least = predicted_gb(config, cfg_saving, n_tokens, ranks.WORLD)
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
-    if changes:
+    if needed > free:
         raise starter.InputError(
-            f"model_id = {str(cfg.model_id)!r} needs about {needed[0]:.1f} GB with these settings, "
-            f"even for one response at a time, and {needed[-1]:.1f} GB with {changes}; {free:.1f} "
-            "GB are free; take what fits, a smaller model, or more memory"
+            f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB with these settings, "
+            f"even for one response at a time, and {least:.1f} GB with {saving}; {free:.1f} GB are "
+            "free; take what fits, a smaller model, or more memory"
         )
 
 
-@torch.no_grad()
 def store_frozen_in_bf16(policy, ref_model, cfg):
     """Stores the linear layers that do not learn in 16 bits. Autocast rounds them so in any case:
-    the log-probs keep their bits. Raises InputError for a model where they do not."""
-    ids = torch.arange(16, device=policy.device)[None]
-
-    def log_probs(model):
-        return starter.get_response_log_probs(model, ids, ids, ids >= 0, 1.0, cfg.precision)
-
-    for model in (policy, ref_model):
-        if not isinstance(model, torch.nn.Module):  # the policy without its adapters, or none
-            continue
-        before = log_probs(model)
+    the log-probs keep their bits, but for layers that compute in float32 in spite of it."""
+    for model in filter(None, (policy, ref_model)):
         for layer in linear_layers(model):
             if not layer.weight.requires_grad:
                 layer.to(starter.DTYPES[cfg.precision])
-        if not torch.equal(before, log_probs(model)):
-            raise starter.InputError(
-                f"frozen_in_bf16 = True changes the log-probs of {type(model).__name__}; leave it "
-                "out"
-            )
 
 
 def step_in_parts(step, policy, rows, n, *others):
@@ -191,13 +174,8 @@ def attach(run):
             return step_in_parts(step, policy, rows, n, *others)
         except RuntimeError as error:
             # The words of a GPU, and of a CPU
-            if not re.search("out of memory|can't allocate memory", str(error)):
+            if n == 1 or not re.search("out of memory|can't allocate memory", str(error)):
                 raise
-            if n == 1:
-                raise starter.RunStopped(
-                    "out of memory with one response at a time; lower max_new_tokens, set "
-                    "gradient_checkpointing = True, or take a smaller model; then resume"
-                ) from error
         most = cfg.max_tokens_per_microbatch = run.state["max_tokens"] = n // 2 * width
         print(f"Warning: out of memory: microbatches of {most} tokens from here on")
         policy.zero_grad()

@@ -41,15 +41,10 @@ def turn_dropout_off(policy):
 
 def longest_row(policy, prompt, max_new_tokens):
     """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt
-    again and again. After its first time comes padding's id, which a policy may well sample."""
-    config = policy.config.get_text_config()
-    most = starter.LOGITS_AT_ONCE // config.vocab_size
+    again and again."""
+    most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
     length = min(len(prompt) + max_new_tokens, max(len(prompt) + 2, most))
-    ids = (prompt * length)[:length]
-    pad = getattr(config, "pad_token_id", None)
-    if pad in range(config.vocab_size):
-        ids[len(prompt)] = pad
-    return torch.tensor([ids], device=policy.device)
+    return torch.tensor([(prompt * length)[:length]], device=policy.device)
 
 
 def log_probs(policy, ids):

@@ -1,6 +1,5 @@
 """Special tokens at the ends of prompts and responses, as templates and tokenizers mean them."""
 
-import starter
 from support import edits
 
 
@@ -22,17 +21,10 @@ def end_of_turn(tokenizer):
 
 
 def find_stop_tokens(policy, tokenizer):
-    """Like starter.find_stop_tokens, and the end of a turn. Says which they are, and what is done
-    with the tokens that the tokenizer puts around a text."""
+    """Like starter.find_stop_tokens, and the end of a turn. Says which they are."""
     own = edits.own("find_stop_tokens")(policy, tokenizer)
     stop_tokens = sorted({*own, end_of_turn(tokenizer)} - {None})
     print(f"stop tokens: {tokenizer.convert_ids_to_tokens(stop_tokens)}")
-    ids = tokenizer("1")["input_ids"]
-    if ids[-1] == tokenizer.eos_token_id:
-        print("the tokenizer ends each text with EOS: it is taken off the prompts")
-    prompt = starter.ids_of_prompt("1", tokenizer, False)
-    if prompt[0] != ids[0] == tokenizer.bos_token_id:
-        print("the tokenizer begins a text with BOS, the chat template does not: no BOS is read")
     return stop_tokens
 
 

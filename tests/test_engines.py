@@ -119,9 +119,7 @@ def test_engine_agrees_with_the_trainer_after_each_sync(tmp_path, name, lora_ran
     else:
         family = name.split(",")[0]
         checkpoint = save_checkpoint(tmp_path / "model", family=family, **MODELS[name])
-    threads = torch.set_num_threads, torch.get_num_threads()  # vLLM changes both
     policy, tokenizer, llm = start(checkpoint)
-    assert (torch.set_num_threads, torch.get_num_threads()) == threads
     if lora_rank:
         lora.add_adapters(policy, starter.cfg_with(lora_rank=lora_rank))
     # The last is longer than a block of vLLM's cache, which the first sync finds filled.

@@ -52,20 +52,16 @@ def test_prediction_covers_what_a_gpu_used(config, changes, engine, share, measu
     assert measured <= predicted < 1.4 * measured
 
 
-@pytest.mark.parametrize(
-    "free, remedy",
-    [
-        (24.0, "{'lora_rank': 16}"),
-        (7.0, "{'lora_rank': 16, 'gradient_checkpointing': True, 'frozen_in_bf16': True}"),
-    ],
-)
-def test_run_that_cannot_fit_is_refused_with_what_would_fit(tmp_path, monkeypatch, free, remedy):
+def test_run_that_cannot_fit_is_refused_with_what_takes_least(tmp_path, monkeypatch):
     cfg = cfg_of(model_id=str(tmp_path))
     QWEN.save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "free_gb", lambda cfg: 36.0)
     memory.check_fits(cfg)
-    monkeypatch.setattr(memory, "free_gb", lambda cfg: free)
-    with pytest.raises(InputError, match=f"about 3\\d.* GB .*{remedy}; {free} GB are free"):
+    monkeypatch.setattr(memory, "free_gb", lambda cfg: 24.0)
+    saving = "{'lora_rank': 16, 'gradient_checkpointing': True, 'frozen_in_bf16': True}"
+    with pytest.raises(
+        InputError, match=f"about 3\\d.* and 1\\d.* GB with {saving}; 24.0 GB are free"
+    ):
         memory.check_fits(cfg)
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
     memory.check_fits(cfg)  # what cannot be counted is not refused
@@ -103,15 +99,6 @@ def test_what_does_not_learn_gives_the_same_bits_from_bf16(checkpoint, lora_rank
     weights = dict(starter.weights_by_name(policy))
     n_new = sum(tensor.data_ptr() not in own for tensor in weights.values())
     assert n_new == (14 if lora_rank else 0)
-
-
-def test_model_whose_bits_would_change_is_refused(checkpoint):
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    policy.requires_grad_(False)
-    layer = policy.model.layers[0].mlp.down_proj
-    layer.forward = lambda x: x[..., :64] * layer.weight.float().mean()
-    with pytest.raises(InputError, match="frozen_in_bf16 = True changes the log-probs of Qwen3For"):
-        memory.store_frozen_in_bf16(policy, policy, starter.cfg_with(precision="bf16"))
 
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -169,8 +156,8 @@ def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
     assert before.count("out of memory: microbatches of") >= 2
     assert "Step 3/" in after and "out of memory" not in after
     device.n_tokens = 0
-    for message, told in ((CUDA, "with one response at a time"), ("shapes", "^shapes$")):
+    for message in (CUDA, "shapes"):
         device.messages = itertools.repeat(message)
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             starter.main(**given)
         assert ("out of memory" in capsys.readouterr().out) == (message == CUDA)

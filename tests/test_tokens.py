@@ -59,8 +59,8 @@ CASES = {
     tags_are_special: "stop tokens: ['<|end|>']",
     eos_ends_a_document: "stop tokens: ['<|end|>', '<unk>']",
     end_of_turn_stands_apart: "stop tokens: ['<|end|>', '<unk>']",
-    eos_ends_each_text: "ends each text with EOS",
-    bos_is_not_in_the_template: "begins a text with BOS",
+    eos_ends_each_text: "stop tokens: ['<|end|>']",
+    bos_is_not_in_the_template: "stop tokens: ['<|end|>']",
 }
 
 
