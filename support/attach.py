@@ -2,8 +2,8 @@
 draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
-from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, presets
-from support import ranks, rewards, rules, skills, steps, tasks, tokens
+from support import checkpoints, edits, engines, fast, gpu, guards, kl_checks, lora, memory, models
+from support import presets, ranks, rewards, rules, skills, steps, tasks, tokens
 
 
 def check_settings(cfg):
@@ -12,7 +12,6 @@ def check_settings(cfg):
     edits.wrap(score_answer=tasks.score_answer)
     rewards.attach()
     rules.attach()
-    tokens.attach()
     presets.choose(cfg)
     rules.check_kinds(cfg)
 
@@ -23,18 +22,25 @@ def check(run):
     cfg = run.cfg
     ranks.join(run)  # first: it gives each process its device
     rules.check_settings(cfg)
-    for note in kl_checks.check_kl(cfg):
-        print(note)
+    kl_checks.check_kl(cfg)
     for name in ("model_id", "ref_model_id"):
         if str(getattr(cfg, name)) == "tiny":
             setattr(cfg, name, tasks.TINY)
     guards.lock(run)
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.ref_model_id, cfg.task, cfg.eval_file)
-    memory.check_fits(cfg)
+    if ranks.WORLD == 1:
+        memory.check_fits(cfg)
     if cfg.engine == "vllm" or cfg.device.type == "cuda":
         engines.attach()
-    edits.replace(read_problems=tasks.read_problems)
+    edits.replace(
+        read_problems=tasks.read_problems,
+        find_stop_tokens=tokens.find_stop_tokens,
+        ids_of_prompt=tokens.ids_of_prompt,
+        # For any run, so that it may go on with another number of processes
+        checkpoint_of=checkpoints.checkpoint_of,
+        load_checkpoint=checkpoints.load_checkpoint,
+    )
 
 
 def prepare(policy, ref_model, tokenizer, problems, cfg):

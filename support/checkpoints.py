@@ -7,8 +7,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from support import edits
-
 # The first of several processes gets the whole state, the others nothing.
 OPTIONS = StateDictOptions(
     full_state_dict=True, cpu_offload=True, strict=False, ignore_frozen_params=True
@@ -39,8 +37,3 @@ def load_checkpoint(policy, optimizer, saved):
         optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, settings):
         group.update(values)
-
-
-def attach():
-    """Puts both into starter.py."""
-    edits.replace(checkpoint_of=checkpoint_of, load_checkpoint=load_checkpoint)

@@ -11,7 +11,6 @@ loaded, and leaves them in place where it does not fit. On a GPU the layers run 
 while learning.
 """
 
-import contextlib
 import functools
 
 import torch
@@ -21,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
-from support import edits
+from support import edits, models
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,18 +133,6 @@ def logits_from(model, hidden):
 # 4. Sampling.
 
 TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
-SUMS_AT_ONCE = 524_288  # float64
-
-
-def draw_from(probs, uniform):
-    """Like starter.draw_from, for a few rows at a time: the running sums over a large vocabulary
-    then stay in the processor's cache."""
-    draw = edits.own("draw_from")
-    if probs.device.type != "cpu":
-        return draw(probs, uniform)
-    n = max(1, SUMS_AT_ONCE // probs.shape[1])
-    tokens = [draw(*rows) for rows in zip(probs.split(n), uniform.split(n))]
-    return torch.cat(tokens)
 
 
 def rows_to_decode(prompts, max_new_tokens):
@@ -170,18 +157,6 @@ def next_logits(policy, ids, cache=None):
 # 5. Statistics.
 
 
-class Within:
-    """A reference that is the policy itself within a context, to be called like a model."""
-
-    def __init__(self, policy, context):
-        self.policy = policy
-        self.context = context  # a function of the policy
-
-    def __call__(self, **inputs):
-        with self.context(self.policy):
-            return self.policy(**inputs)
-
-
 class Recomputed(torch.autograd.Function):
     """function(hidden), of which nothing is kept: the backward pass computes it again. torch's own
     checkpoint would keep what belongs to statistics that the loss does not use."""
@@ -200,12 +175,11 @@ class Recomputed(torch.autograd.Function):
         [hidden] = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            stats = ctx.function(hidden)
-        used = []
-        for values, gradient in zip(stats, gradients):
-            if values.requires_grad and gradient is not None:
-                used.append((values, gradient))
-        torch.autograd.backward(*zip(*used))  # gives the head's weights theirs, too
+            loss = 0.0
+            for values, gradient in zip(ctx.function(hidden), gradients):
+                if gradient is not None:  # of a statistic that the loss uses
+                    loss = loss + (values * gradient).sum()
+        loss.backward()  # gives the head's weights theirs, too
         return None, hidden.grad
 
 
@@ -215,17 +189,11 @@ def reference_of(ref_model, model, rows, precision):
     kind of model than the policy, such as two models in one, makes all its logits at once."""
     if ref_model is None:
         return lambda some: None
-    base = ref_model
-    context = contextlib.nullcontext
-    if isinstance(ref_model, Within):
-        base = ref_model.policy
-        context = ref_model.context
-    if type(base) is not type(model) or base.config != model.config:
+    if type(ref_model) is not type(model) or ref_model.config != model.config:
         logits = starter.response_logits(ref_model, rows, precision)
         return lambda some: logits[some]
-    with context(base):
-        hidden = hidden_states(base, rows, precision)
-    return lambda some: logits_from(base, hidden[some]).detach()
+    hidden = hidden_states(ref_model, rows, precision)
+    return lambda some: logits_from(ref_model, hidden[some]).detach()
 
 
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
@@ -262,7 +230,6 @@ def token_statistics(model, rows, temperature, precision="float32", ref_model=No
 # 6. Which models.
 
 FUNCTIONS = {
-    "draw_from": draw_from,
     "next_logits": next_logits,
     "rows_to_decode": rows_to_decode,
     "token_statistics": token_statistics,
@@ -271,35 +238,21 @@ FUNCTIONS = {
 PARTNERS = ("next_logits", "response_logits", "rows_to_decode", "token_statistics")
 
 
-def made_up_responses(prompts, max_new_tokens):
+def made_up_responses(prompts, policy, max_new_tokens):
     """Returns a Response to each prompt, which is that prompt again and again. Rows are as long as
     any of the run can become, so that they exceed a sliding window if any does; their ends are
     scored."""
+    n = min(max_new_tokens, 64)
     responses = []
     for prompt_ids in prompts:
-        n = len(prompt_ids) + max_new_tokens
-        ids = (prompt_ids * n)[:n]
-        n_scored = min(max_new_tokens, 64)
-        before = ids[:-n_scored]
-        responses.append(starter.Response(before, ids[-n_scored:], [0.0] * n_scored, False))
+        [ids] = models.longest_row(policy, prompt_ids, max_new_tokens).tolist()
+        responses.append(starter.Response(ids[:-n], ids[-n:], [0.0] * n, False))
     return responses
 
 
-@torch.no_grad()
-def logits_while_sampling(next_logits, policy, responses):
-    """-> (B, V) logits of the third token after each prompt."""
-    prompts = [torch.tensor(response.prompt_ids) for response in responses]
-    ids = pad_sequence(prompts, True, -1).to(policy.device)
-    cache = None
-    for _ in range(3):
-        logits, cache = next_logits(policy, ids, cache)
-        ids = torch.cat([ids, ids[:, :1]], dim=1)
-    return logits
-
-
-def outputs_of(token_statistics, next_logits, policy, batches):
-    """Lists of Responses -> {name: output}, {name: some of the gradient of a parameter}. The
-    gradient is that of all statistics together, each weighted by the number of its token."""
+def outputs_of(token_statistics, policy, batches):
+    """Lists of Responses -> {name: output}, and among these some of the gradient of all statistics
+    together, each weighted by the number of its token."""
     parts = []
     for responses in batches:
         rows = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
@@ -307,41 +260,32 @@ def outputs_of(token_statistics, next_logits, policy, batches):
         loss = sum((rows["labels"] * values).sum() for values in stats.values())
         loss.backward()
         mask = rows["response_mask"]
-        part = {name: values[mask].detach() for name, values in stats.items()}
-        part["logit while sampling"] = logits_while_sampling(next_logits, policy, responses)
-        parts.append(part)
+        parts.append({name: values[mask].detach() for name, values in stats.items()})
     outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gradients = {}
-    for name, parameter in policy.named_parameters():
-        if parameter.grad is not None:
-            step = 1 + parameter.numel() // 1000
-            gradients[f"gradient of {name}"] = parameter.grad.flatten()[::step]
+    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    outputs["gradient"] = torch.cat([x[:: 1 + len(x) // 1000] for x in gradients])
     policy.zero_grad()
-    return outputs, gradients
-
-
-def compare(ours, plain, least):
-    """Raises ValueError where an output differs by more than a thousandth of its largest value, or
-    of the least that counts."""
-    for name, values in plain.items():
-        difference = (ours[name] - values).abs().max()
-        error = (difference / values.abs().max().clamp(min=least)).item()
-        if not error <= 1e-3:
-            raise ValueError(f"its {name} differs by {error:.1%}")
+    return outputs
 
 
 def check_fit(policy, problems, cfg):
-    """Raises an error of compare() or of the model where these functions compute something else
-    than the plain ones do with each row alone."""
+    """Raises ValueError, or an error of the model, where an output differs by more than a
+    thousandth of the largest from that of the plain functions for each row alone."""
     prompts = sorted((problem["prompt_ids"] for some in problems for problem in some), key=len)
-    responses = made_up_responses([prompts[0], prompts[-1], prompts[-1]], cfg.max_new_tokens)
-    own = edits.own("token_statistics"), edits.own("next_logits")
-    plain, plain_gradients = outputs_of(*own, policy, [[response] for response in responses])
+    prompts = [prompts[0], prompts[-1], prompts[-1]]
+    responses = made_up_responses(prompts, policy, cfg.max_new_tokens)
+    alone = [[response] for response in responses]
+    plain = outputs_of(edits.own("token_statistics"), policy, alone)
     attend_on_cpu(policy)
-    ours, gradients = outputs_of(token_statistics, next_logits, policy, [responses])
-    compare(ours, plain, 0.01)
-    steepest = max(values.abs().max() for values in plain_gradients.values())
-    compare(gradients, plain_gradients, 1e-3 * steepest)
+    ours = outputs_of(token_statistics, policy, [responses])
+    for name, values in plain.items():
+        difference = (ours[name] - values).abs().max()
+        error = (difference / values.abs().max().clamp(min=0.01)).item()
+        if not error <= 1e-3:
+            raise ValueError(f"its {name} differs by {error:.1%}")
+    row = models.longest_row(policy, prompts[-1], cfg.max_new_tokens)
+    if not models.decodes_as_it_reads(next_logits, policy, row, [*map(len, prompts)]):
+        raise ValueError("it decodes otherwise than it reads")
 
 
 def attach(policy, ref_model, problems, cfg):

@@ -5,9 +5,9 @@ from starter import ESTIMATORS, InputError
 
 def check_kl(cfg):
     """Raises InputError for a KL term whose gradient is zero or wrong, unless a paper is to be
-    reproduced. Returns lines about others that are not what their name says. cfg: main()'s."""
+    reproduced; README_KL.md has a table of the others. cfg: main()'s."""
     if not cfg.use_kl_penalty:
-        return []
+        return
     if not cfg.kl_coef > 0:
         raise InputError(
             f"kl_coef = {cfg.kl_coef!r} penalises nothing; use a number above 0, or "
@@ -16,7 +16,6 @@ def check_kl(cfg):
     fault = fault_of(cfg)
     if fault and not cfg.reproduce_paper:
         raise InputError(f"{fault}, or reproduce_paper = True to run it anyway")
-    return [f"KL term: {note}" for note in notes(cfg)]
 
 
 def fault_of(cfg):
@@ -56,20 +55,3 @@ def fault_of(cfg):
                 "neither 'as_written' nor 'exact' has as its gradient; use kl_estimator = 'k3' "
                 "and kl_gradient = 'reverse'"
             )
-
-
-def notes(cfg):
-    """Yields lines about a KL term that is not what its name says."""
-    if cfg.kl_in == "loss":
-        if cfg.kl_gradient == "as_written" and cfg.kl_estimator == "k2":
-            yield "k2 as written has the gradient of reverse KL in a rollout's first epoch only"
-        if cfg.kl_gradient == "as_written" and cfg.kl_estimator == "k3":
-            yield "k3 as written has the gradient of forward KL(reference || policy)"
-        return
-    if cfg.kl_in == "loss_to_go" and cfg.kl_estimator == "k3":
-        yield "the k3 of later tokens has no bound and enters the gradient; 'exact' has less noise"
-    if cfg.loss_average == "grpo":
-        yield (
-            f"kl_in = {cfg.kl_in!r} under loss_average = 'grpo' is weighted by 1 / own length: "
-            "not the gradient of the sequence KL, which 'dr_grpo' gives"
-        )

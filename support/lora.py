@@ -1,9 +1,9 @@
 """LoRA for starter.py: adapters learn, the weights stay (arXiv:2106.09685). Needs peft.
 
-The reference is the policy without its adapters, so that it costs no memory.
+The reference is the policy without its adapters. It shares the weights, so that it costs no memory.
 """
 
-import contextlib
+import copy
 import inspect
 import re
 from collections import Counter
@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from support import edits, memory, ranks
-from support.fast import Within
 
 
 @torch.no_grad()
@@ -41,6 +40,8 @@ def add_adapters(policy, cfg):
     W x + 2 B A x. B is 0 at first. Returns the policy without its adapters, as a reference."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    weights = [*policy.parameters(), *policy.buffers()]
+    reference = copy.deepcopy(policy, {id(x): x for x in weights})  # a copy of all but these
     names = layers_to_adapt(policy)
     torch.manual_seed(cfg.seed)
     # In a list, so that peft does not see which architecture it is and choose other layers.
@@ -57,7 +58,7 @@ def add_adapters(policy, cfg):
     n_learning = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
     edits.wrap(weights_by_name=merged_weights)
-    return Within(policy, without_adapters)
+    return reference
 
 
 def save_adapters(policy, folder):
@@ -71,19 +72,6 @@ def save_adapters(policy, folder):
         policy.adapter_config.save_pretrained(folder)
         save_file(tensors, folder / "adapter_model.safetensors")
         print(f"the adapters alone, in peft's format: {folder}")
-
-
-@contextlib.contextmanager
-def without_adapters(policy):
-    """Makes the policy what it was before training, for a while."""
-    adapted = [module for module in policy.modules() if hasattr(module, "base_layer")]
-    for module in adapted:  # enable_adapters() would also change requires_grad, and FSDP
-        module._disable_adapters = True  # holds each parameter twice: whole and divided
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module._disable_adapters = False
 
 
 def merged_weights(policy):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import starter
-from support import edits, ranks
+from support import edits
 
 
 def linear_layers(model):
@@ -25,10 +25,9 @@ def without_memory(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def predicted_gb(config, cfg, n_tokens, n_ranks=1):
+def predicted_gb(config, cfg, n_tokens):
     """A transformers config, main()'s settings, tokens of a microbatch -> gigabytes in use when
-    most is: in the update, while the weights are handed over or saved, or after loading. n_ranks:
-    processes that divide the weights among themselves.
+    most is: in the update, while the weights are handed over or saved, or after loading.
 
     For the backward pass a token keeps about 4 bytes (5 in float32) for each input and output of a
     linear layer, and two layers' worth more while the backward pass is in one of them.
@@ -58,19 +57,13 @@ def predicted_gb(config, cfg, n_tokens, n_ranks=1):
         update += 4 * n_head
         if cfg.use_kl_penalty and not cfg.ref_model_id:
             weights += 4 * n_all - 2 * n_stored
-            loading *= 2
     if cfg.ref_model_id:  # a teacher, all of whose logits are made at once
         teacher = without_memory(AutoConfig.from_pretrained(cfg.ref_model_id))
         weights += 4 * teacher.num_parameters()
-        loading += 4 * teacher.num_parameters()
         if cfg.frozen_in_bf16:
             weights -= 2 * sum(layer.weight.numel() for layer in linear_layers(teacher))
         update += 4 * n_tokens * config.vocab_size
-    staying = (weights + 12 * n_learning) / n_ranks  # with gradients and moments
-    if n_ranks > 1:
-        sync = 4 * n_all
-        if cfg.engine == "transformers":
-            update += 4 * n_all  # the policy is whole from the rollout to the backward pass
+    staying = weights + 12 * n_learning  # with gradients and moments
     in_layers = 5 * sides  # by a token
     of_vllm = 4  # by a weight
     if cfg.precision != "float32":
@@ -116,9 +109,9 @@ def check_fits(cfg):
     }
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
-        needed = predicted_gb(config, cfg, n_tokens, ranks.WORLD)
+        needed = predicted_gb(config, cfg, n_tokens)
         cfg_saving = starter.cfg_with(**vars(cfg) | saving)
-        least = predicted_gb(config, cfg_saving, n_tokens, ranks.WORLD)
+        least = predicted_gb(config, cfg_saving, n_tokens)
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
     if needed > free:

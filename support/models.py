@@ -1,6 +1,7 @@
 """Whether starter.py is right for the model that was loaded, asked before it trains."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import starter
@@ -9,34 +10,23 @@ from support import edits
 
 
 def check_reading(policy, prompts, cfg):
-    """Raises InputError for a model that padding on the right changes, whose weights a forward pass
-    changes, whose backward pass fails, or that cannot be saved as what it is. One that decodes
-    otherwise than it reads is decoded by reading everything again, and the log says so."""
+    """Raises InputError for a model that padding on the right changes, or whose weights a forward
+    pass changes. One that decodes otherwise than it reads is decoded by reading everything again,
+    and the log says so."""
     name = type(policy).__name__
     prompts = sorted(prompts, key=len)
     lengths = len(prompts[0]), len(prompts[-1])
     ids = longest_row(policy, prompts[-1], cfg.max_new_tokens)
-    try:
-        fault = fault_of_reading(policy, ids, lengths, cfg)
-    except Exception as error:  # code of the model's authors
-        fault = f"its forward or backward pass fails with {error!r:.150}"
+    fault = fault_of_reading(policy, ids, lengths, cfg)
     policy.zero_grad()
     policy.eval()
     if fault:
         raise InputError(f"{name} cannot be trained here: {fault}; give another model")
-    if edits.is_shipped("next_logits") and not decodes_as_it_reads(policy, ids, lengths):
+    own = edits.own("next_logits")
+    decodes = all(decodes_as_it_reads(own, policy, ids, [n]) for n in lengths)
+    if edits.is_shipped("next_logits") and not decodes:
         edits.wrap(next_logits=next_logits)
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
-
-
-def turn_dropout_off(policy):
-    """Layers that gradient checkpointing runs again are in train mode, and some families' drop out
-    by themselves."""
-    for module in policy.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(module, name, 0.0)
 
 
 def longest_row(policy, prompt, max_new_tokens):
@@ -72,7 +62,6 @@ def fault_of_reading(policy, ids, lengths, cfg):
             if differ(log_probs(policy, ids[:, :n]), whole[:n]):
                 return "what stands after a token changes its log-probs"
         if cfg.gradient_checkpointing:
-            turn_dropout_off(policy)
             starter.train_checkpointed_layers(policy)
             if differ(log_probs(policy, ids), whole):
                 return "with gradient_checkpointing its log-probs change, without it perhaps not"
@@ -83,16 +72,21 @@ def fault_of_reading(policy, ids, lengths, cfg):
 
 
 @torch.no_grad()
-def decodes_as_it_reads(policy, ids, lengths):
-    """Compares some tokens after each of these lengths with the same of the row read at once."""
+def decodes_as_it_reads(next_logits, policy, ids, lengths):
+    """Compares some tokens after the first ones of (1, L) ids with the same of the row read at
+    once. lengths: of the prompts, which are decoded together."""
     whole = log_probs(policy, ids)
+    row = ids[0]
+    ends = torch.tensor(lengths, device=ids.device)
+    prompts = pad_sequence([row[:n] for n in lengths], True, -1)
+    cache = None
     try:
-        for start in lengths:
-            cache = None
-            for n in range(start, ids.shape[1])[:12]:
-                logits, cache = starter.next_logits(policy, ids[:, :n], cache)
-                if differ(starter.all_log_probs(logits, 1.0), whole[n - 1 : n]):
-                    return False
+        for _ in range(min(12, len(row) - max(lengths))):
+            logits, cache = next_logits(policy, prompts, cache)
+            if differ(starter.all_log_probs(logits, 1.0), whole[ends - 1]):
+                return False
+            prompts = torch.cat([prompts, row[ends, None]], dim=1)
+            ends += 1
     except Exception:  # code of the model's authors: some have no cache that works
         return False
     return True

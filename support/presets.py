@@ -47,9 +47,9 @@ def choose(cfg):
     if cfg.preset != "auto":
         starter.check_known("preset", cfg.preset, starter.PRESETS)
         return
-    on_gpu = "cuda" in str(cfg.device)
     if cfg.device == "auto":
-        on_gpu = torch.cuda.is_available()
+        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = "cuda" in str(cfg.device)
     if cfg.model_id == "tiny" or (cfg.model_id is None and not on_gpu):
         cfg.preset = "tiny"
     elif cfg.model_id is None:
@@ -60,8 +60,7 @@ def choose(cfg):
 
 def choose_for_gpu(cfg):
     """Takes the largest preset that fits into the free memory, and says so. Given values stay."""
-    device = torch.device("cuda" if cfg.device == "auto" else cfg.device)
-    free_gb = torch.cuda.mem_get_info(device)[0] / 1e9
+    free_gb = torch.cuda.mem_get_info(cfg.device)[0] / 1e9
     for least_gb, (name, settings) in ON_GPU.items():
         # With LoRA there is no copy
         if free_gb >= least_gb + REFERENCE_GB * (cfg.use_kl_penalty and not settings):
@@ -70,5 +69,5 @@ def choose_for_gpu(cfg):
     unchanged = vars(starter.cfg_with())
     taken = {key: x for key, x in settings.items() if getattr(cfg, key) == unchanged[key]}
     vars(cfg).update(taken)
-    card = torch.cuda.get_device_name(device)
+    card = torch.cuda.get_device_name(cfg.device)
     print(f"{card}, {free_gb:.0f} GB free: preset {name}, and {taken or 'all weights learn'}")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import starter
-from support import checkpoints, edits, rewards
+from support import edits, rewards
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -44,7 +44,6 @@ def join(run):
         atexit.register(time.sleep, 0.5)
         if on_gpu:
             atexit.register(dist.destroy_process_group)
-    checkpoints.attach()  # so that a run may go on with another number of processes
     run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
 
@@ -54,10 +53,7 @@ def gather(items):
     if WORLD == 1:
         return items
     parts = [None] * WORLD
-    try:
-        dist.all_gather_object(parts, items)
-    except RuntimeError as error:
-        raise starter.RunStopped(f"another process of this run has ended ({error})") from None
+    dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
 
 
@@ -73,7 +69,7 @@ def divide(policy, ref_model, cfg):
     if cfg.engine == "transformers":
         reshard = False  # not before the backward pass, since processes decode at different pace
     shard(policy, cfg, reshard)
-    if isinstance(ref_model, torch.nn.Module):
+    if ref_model is not None:  # with LoRA it shares its weights no longer
         shard(ref_model, cfg, None)
     weights_by_name = starter.weights_by_name  # LoRA's, if that is used
     edits.wrap(
@@ -161,12 +157,7 @@ def whole(tensor):
 
 
 def whole_weights(weights, policy):
-    """(name, tensor) pairs -> the same with the parts of all processes. The names of a tied weight
-    have one tensor, so that it is saved once."""
-    tied_to = policy.all_tied_weights_keys
-    made = {}
+    """(name, tensor) pairs -> the same with the parts of all processes, each tied weight once."""
     for name, tensor in weights:
-        first = tied_to.get(name, name)
-        if first not in made:
-            made[first] = whole(tensor)
-        yield name, made[first]
+        if name not in policy.all_tied_weights_keys:
+            yield name, whole(tensor)

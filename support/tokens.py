@@ -3,10 +3,6 @@
 from support import edits
 
 
-def attach():
-    edits.replace(find_stop_tokens=find_stop_tokens, ids_of_prompt=ids_of_prompt)
-
-
 def end_of_turn(tokenizer):
     """Returns the id of the special token that the chat template puts after an answer, or None."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}]

@@ -90,7 +90,6 @@ def test_family_is_right_with_support(name, tmp_path):
     assert (exact["log_probs"] - rounded["log_probs"])[mask].abs().mean() < 0.2
     if case.policy.supports_gradient_checkpointing:
         case.policy.gradient_checkpointing_enable()
-        models.turn_dropout_off(case.policy)
         starter.train_checkpointed_layers(case.policy)
         assert_right(case, (A.log_probs, A.gradients))
         case.policy.zero_grad()
@@ -124,7 +123,6 @@ def test_family_is_right_with_adapters(name, tmp_path):
         ("llama (rope longrope, rows on both sides)", "what stands after a token changes its"),
         ("mllama", "no model of text alone"),
         ("rwkv (weights rescaled for sampling)", "its forward pass changes its weights"),
-        ("reformer", "its forward or backward pass fails with AssertionError"),
     ],
 )
 def test_model_that_would_be_trained_wrongly_is_refused(name, words, tmp_path):
@@ -142,9 +140,8 @@ def test_layer_that_is_random_in_train_mode_is_refused_with_checkpointing_alone(
     assert not any(module.training for module in case.policy.modules())
 
 
-@pytest.mark.parametrize(
-    "name", ["roberta", *[pytest.param(name, marks=slow) for name in ("nemotron_h", "zamba2")]]
-)
+@slow
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
 def test_model_that_decodes_otherwise_than_it_reads_samples_without_a_cache(name, tmp_path, capsys):
     case = A.make_case(name, tmp_path)
     assert "decodes otherwise than it reads: it samples without a cache" in capsys.readouterr().out

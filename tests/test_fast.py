@@ -13,7 +13,7 @@ import torch
 from lab.small_models import make_model
 from support import edits, fast
 
-ALL = {"draw_from", "next_logits", "rows_to_decode", "token_statistics"}
+ALL = {"next_logits", "rows_to_decode", "token_statistics"}
 FAMILIES = ["qwen3", "llama (tied)", "gpt2", "phi", "gpt_oss (sinks, no window)"]
 
 
@@ -190,16 +190,6 @@ def test_samples_and_their_log_probs_are_those_of_the_plain_functions(family, mo
         assert starter.rollout_with_transformers(model, prompts, cfg, 0, 4) == expected
 
 
-def test_draw_from_draws_the_same_tokens_for_some_rows_at_a_time(monkeypatch):
-    """Nor does it leave the vocabulary where probabilities are nan."""
-    monkeypatch.setattr(fast, "SUMS_AT_ONCE", 3 * 50)
-    probs = torch.rand(8, 50)
-    probs[4] = torch.nan
-    uniform = torch.rand(8, 1)
-    tokens = fast.draw_from(probs, uniform)
-    assert torch.equal(tokens, starter.draw_from(probs, uniform)) and tokens.max() < 50
-
-
 # Which models, and edits
 
 
@@ -222,9 +212,9 @@ def of_other_rows(outputs):
         ("mistral", {}, "do not look back without end"),
         ("gpt_neo", {}, "its log_probs differs"),  # whose windows lie in its own code
         ("granite", {}, "its log_probs differs"),  # which scales its logits
-        ("qwen3", {"hidden_states": steeper}, "its gradient of model.embed_tokens.weight"),
+        ("qwen3", {"hidden_states": steeper}, "its gradient differs by 1.0%"),
         ("qwen3", {"token_statistics": with_wrong_entropy}, "its entropy differs by 1.0%"),
-        ("qwen3", {"next_logits": of_other_rows}, "its logit while sampling differs"),
+        ("qwen3", {"next_logits": of_other_rows}, "decodes otherwise than it reads"),
         ("qwen3", {"read_prompts": lambda outputs: 1 / 0}, "ZeroDivisionError"),
     ],
 )
@@ -240,8 +230,6 @@ def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
             return change(shipped(*inputs))
 
         monkeypatch.setattr(fast, function, changed)
-        if function in ALL:
-            monkeypatch.setitem(fast.FUNCTIONS, function, changed)
     assert attach(model) == set()
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"support/fast.py does not fit {type(model).__name__}: ")
@@ -268,7 +256,6 @@ def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch):
         ("rows_to_decode", ALL),
         ("token_statistics", ALL),
         ("response_logits", ALL),
-        ("draw_from", {"draw_from"}),
         ("statistics_of_logits", set()),
     ],
 )

@@ -121,11 +121,8 @@ def test_policy_without_its_adapters_is_the_reference(path, estimator):
         assert metadata["kl_per_token"] > 1e-4
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=1e-7)
     assert len(steps[0]) == 1 + sum(p.requires_grad for p in policy.parameters())
-    expected = by_hand(start)
-    with pytest.raises(ZeroDivisionError), lora.without_adapters(policy):
-        torch.testing.assert_close(by_hand(policy), expected, rtol=0, atol=1e-5)
-        1 / 0
-    assert (by_hand(policy) - expected).abs().max() > 0.01
+    own = {parameter.data_ptr() for parameter in policy.parameters()}
+    assert own >= {parameter.data_ptr() for parameter in reference.parameters()}
 
 
 # Runs

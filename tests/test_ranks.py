@@ -253,7 +253,6 @@ def test_error_in_one_process_ends_all_of_both_nodes(checkpoint, tmp_path):
     errors = "".join(node.communicate(timeout=600)[1] for node in nodes)
     assert all(node.returncode not in (0, None) for node in nodes)
     assert "ZeroDivisionError" in errors, errors
-    assert "RunStopped: another process of this run has ended" in errors, errors
 
 
 @slow
