@@ -27,7 +27,7 @@ def without_memory(config):
 
 def predicted_gb(config, cfg, n_tokens):
     """A transformers config, main()'s settings, tokens of a microbatch -> gigabytes in use when
-    most is: in the update, while the weights are handed over or saved, or after loading.
+    most is: in the update, or while the weights are handed over or saved.
 
     For the backward pass a token keeps about 4 bytes (5 in float32) for each input and output of a
     linear layer, and two layers' worth more while the backward pass is in one of them.
@@ -41,9 +41,8 @@ def predicted_gb(config, cfg, n_tokens):
     n_all = model.num_parameters()
     n_stored = n_linear if cfg.frozen_in_bf16 else 0  # in 16 bits
 
-    # In bytes: weights; the model as it is loaded; what an update, and a sync with vLLM or a saved
-    # model, take besides what stays
-    weights = loading = 4 * n_all
+    # In bytes: weights; what an update, and a sync with vLLM or a saved model, take besides
+    weights = 4 * n_all
     update = 20 * min(n_tokens * config.vocab_size, starter.LOGITS_AT_ONCE)
     sync = 0
     n_learning = n_all
@@ -79,7 +78,7 @@ def predicted_gb(config, cfg, n_tokens):
         sync += of_vllm * n_head  # it reads each layer into a new one; the largest is the embedding
         if cfg.gpu_mem_util >= 1:  # else this is within its share
             staying += of_vllm * n_all + 0.5e9  # and buffers
-    return max(staying + update, staying + sync, loading) / 1e9
+    return (staying + max(update, sync)) / 1e9
 
 
 def free_gb(cfg):
@@ -99,26 +98,19 @@ def free_gb(cfg):
 
 def check_fits(cfg):
     """Raises InputError where the model cannot be trained in the free memory, even with one
-    response at a time, and says what takes the least. A model that cannot be counted passes."""
+    response at a time, and says what takes less. A model that cannot be counted passes."""
     free = free_gb(cfg)
     n_tokens = cfg.max_new_tokens + 150  # of the prompt, which is not known yet
-    saving = {
-        "lora_rank": 16,
-        "gradient_checkpointing": True,
-        "frozen_in_bf16": cfg.precision != "float32",
-    }
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
         needed = predicted_gb(config, cfg, n_tokens)
-        cfg_saving = starter.cfg_with(**vars(cfg) | saving)
-        least = predicted_gb(config, cfg_saving, n_tokens)
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
     if needed > free:
         raise starter.InputError(
             f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB with these settings, "
-            f"even for one response at a time, and {least:.1f} GB with {saving}; {free:.1f} GB are "
-            "free; take what fits, a smaller model, or more memory"
+            f"even for one response at a time, and {free:.1f} GB are free; set lora_rank = 16, "
+            "gradient_checkpointing = True and frozen_in_bf16 = True, or take a smaller model"
         )
 
 

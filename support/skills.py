@@ -1,9 +1,8 @@
 """Other skills than the task: what training forgets. A model's folder has problems of them in
 retention.jsonl, each with its skill's name under "skill"."""
 
+import statistics
 from pathlib import Path
-
-import torch
 
 import starter
 from support import edits
@@ -19,13 +18,13 @@ def attach(policy, tokenizer, cfg):
 
     def evaluate(policy, llm, tokenizer, problems, cfg):
         metrics, samples = evaluate_task(policy, llm, tokenizer, problems, cfg)
-        prompts = [problem["prompt_ids"] for problem in skills]
-        responses = starter.rollout(policy, llm, prompts, cfg, "skills", 1, cfg.eval_temperature)
-        _, rewards = starter.score(responses, skills, tokenizer, starter.score_answer)
-        is_right = (rewards >= 1).float()
-        for name in sorted({problem["skill"] for problem in skills}):
-            is_this = torch.tensor([problem["skill"] == name for problem in skills])
-            metrics[f"retention_{name}"] = is_right[is_this].mean().item()
+        cfg = starter.cfg_with(**vars(cfg) | {"reward": starter.score_answer})
+        _, answered = evaluate_task(policy, llm, tokenizer, skills, cfg)
+        solved = {}
+        for problem, _, reward in answered:
+            solved.setdefault(problem["skill"], []).append(reward >= 1)
+        for name in sorted(solved):
+            metrics[f"retention_{name}"] = statistics.mean(solved[name])
         return metrics, samples
 
     edits.wrap(evaluate=evaluate)

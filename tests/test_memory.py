@@ -26,15 +26,13 @@ def cfg_of(engine="transformers", **changes):
     return cfg
 
 
-def test_weights_while_they_are_handed_over_or_loaded_are_counted_by_hand():
+def test_weights_while_they_are_handed_over_are_counted_by_hand():
     linear = 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144)  # q, k, v, o, three of the MLP
     embedding = 151_936 * 2048
     # Stored, merged and vLLM's; vLLM has another embedding for a moment
     by_hand = (2 + 4 + 2) * linear + (4 + 2 + 2) * embedding
     gb = memory.predicted_gb(QWEN, cfg_of("vllm", gpu_mem_util=3, **LORA), 64)
     assert gb - 0.5 - 0.28 == pytest.approx(by_hand / 1e9, rel=1e-3)  # buffers, adapters
-    gb = memory.predicted_gb(QWEN, cfg_of(**LORA), 64)  # loaded in float32
-    assert gb == pytest.approx(4 * (linear + embedding) / 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +49,13 @@ def test_prediction_covers_what_a_gpu_used(config, changes, engine, share, measu
     assert measured <= predicted < 1.4 * measured
 
 
-def test_run_that_cannot_fit_is_refused_with_what_takes_least(tmp_path, monkeypatch):
+def test_run_that_cannot_fit_is_refused_with_what_takes_less(tmp_path, monkeypatch):
     cfg = cfg_of(model_id=str(tmp_path))
     QWEN.save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "free_gb", lambda cfg: 36.0)
     memory.check_fits(cfg)
     monkeypatch.setattr(memory, "free_gb", lambda cfg: 24.0)
-    saving = "{'lora_rank': 16, 'gradient_checkpointing': True, 'frozen_in_bf16': True}"
-    with pytest.raises(
-        InputError, match=f"about 3\\d.* and 1\\d.* GB with {saving}; 24.0 GB are free"
-    ):
+    with pytest.raises(InputError, match="about 3.* 24.0 GB are free; set lora_rank = 16"):
         memory.check_fits(cfg)
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
     memory.check_fits(cfg)  # what cannot be counted is not refused
