@@ -239,9 +239,8 @@ PARTNERS = ("next_logits", "response_logits", "rows_to_decode", "token_statistic
 
 
 def made_up_responses(prompts, policy, max_new_tokens):
-    """Returns a Response to each prompt, which is that prompt again and again. Rows are as long as
-    any of the run can become, so that they exceed a sliding window if any does; their ends are
-    scored."""
+    """Returns a Response to each prompt. Rows are as long as any of the run can become, so that
+    they exceed a sliding window if any does; their ends are scored."""
     n = min(max_new_tokens, 64)
     responses = []
     for prompt_ids in prompts:

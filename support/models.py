@@ -1,5 +1,7 @@
 """Whether starter.py is right for the model that was loaded, asked before it trains."""
 
+import random
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -30,11 +32,11 @@ def check_reading(policy, prompts, cfg):
 
 
 def longest_row(policy, prompt, max_new_tokens):
-    """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt
-    again and again."""
+    """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt, and
+    its tokens again in any order."""
     most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
-    length = min(len(prompt) + max_new_tokens, max(len(prompt) + 2, most))
-    return torch.tensor([(prompt * length)[:length]], device=policy.device)
+    row = prompt + random.Random(0).choices(prompt, k=max_new_tokens)
+    return torch.tensor([row[: max(len(prompt) + 2, most)]], device=policy.device)
 
 
 def log_probs(policy, ids):
