@@ -1,5 +1,6 @@
 """Special tokens at the ends of prompts and responses, as templates and tokenizers mean them."""
 
+import starter
 from support import edits
 
 
