@@ -287,6 +287,7 @@ def test_comments_and_docstrings_are_no_edits(monkeypatch):
     assert same == shipped != fingerprint("def f(a):\n    return a + 2\n")
 
 
+@pytest.mark.slow
 def test_gradient_has_the_same_bits_each_time_with_two_threads():
     """x[which] of shared prompts would add up its gradient in any order."""
     model = model_named("qwen3")

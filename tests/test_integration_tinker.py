@@ -110,10 +110,6 @@ def call_loss(policy, old, ref, advantages, kl_coef, kl=KLSettings(), datums=Non
     return loss.item(), [leaf.grad for leaf in leaves], metrics
 
 
-def padded(rows):
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
 # Values and gradients
 
 
@@ -130,11 +126,18 @@ def padded(rows):
 def test_loss_and_gradient_through_the_sdk_equal_those_of_starter(kl):
     """Old samples are of another policy, so each token of a logged KL counts by its ratio."""
     _, old, ref, advantages = tensors()
-    mask = padded([torch.ones(len(response), dtype=torch.bool) for response in RESPONSES])
+    mask = tinker_kl.padded([torch.ones(len(response), dtype=torch.bool) for response in RESPONSES])
     model = small_model(1)
-    policy = padded(response_log_probs(model))
+    policy = tinker_kl.padded(response_log_probs(model))
     expected, metadata = starter.compute_loss(
-        advantages[:, None], policy, padded(old), 0.2, padded(ref), 0.5, mask, kl
+        advantages[:, None],
+        policy,
+        tinker_kl.padded(old),
+        0.2,
+        tinker_kl.padded(ref),
+        0.5,
+        mask,
+        kl,
     )
     expected[mask].sum().backward()
     loss_fn = functools.partial(

@@ -16,7 +16,7 @@ from lab.crash_test import outcome
 
 
 def run(checkpoint, folder, **changes):
-    changes = dict(precision="fp16", warmup_steps=0, eval_every=6) | changes
+    changes = dict(precision="fp16", warmup_steps=0, eval_every=6, max_new_tokens=4) | changes
     return starter.main(**settings(checkpoint, folder / "runs", **changes))["run_folder"]
 
 
