@@ -74,7 +74,7 @@ def before_training(folder, change, engine):
     tokenizer.save_pretrained(model)
 
     def task(cfg):
-        problems = starter.TASKS["countdown_small"](cfg)[1][:25]
+        problems = tasks.make_countdown(25, True, 0, **tasks.SMALL_COUNTDOWN)
         if tokenizer.chat_template is None:
             for problem in problems:
                 chat = [{"role": "user", "content": problem["prompt"]}]
