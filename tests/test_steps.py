@@ -84,7 +84,7 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
 HARM = r"\u003c/script>\u003cimg src=x onerror=alert(1)>\u202e\ud83d\ude80\u0645\n"
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1000,760 --user-data-dir="
+    "--disable-component-update --disable-sync --window-size=1000,870 --user-data-dir="
 )
 
 
