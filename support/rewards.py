@@ -112,7 +112,7 @@ def evaluate(*arguments):
     return metrics, samples
 
 
-def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others):
+def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **named):
     """Like starter.train. What a reward raises ends it after a checkpoint, from which the run can
     go on. Not after the last step, since its evaluation would be missing."""
     score = starter.score
@@ -127,4 +127,5 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others):
             raise
 
     edits.wrap(score=score_or_save)
-    edits.own("train")(policy, tokenizer, llm, optimizer, problems, cfg, run, *others)
+    own = edits.own("train")
+    own(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **named)
