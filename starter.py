@@ -1020,7 +1020,7 @@ def evaluate(policy, llm, tokenizer, problems, cfg):
     texts, rewards = score(responses, problems, tokenizer, cfg.reward or reward_fn)
     metrics = {
         "solved": (rewards >= 1).float().mean().item(),
-        "reward_mean": rewards.mean().item(),
+        "reward_mean": rewards.nanmean().item(),  # nan: not scored, as None with support/
         "response_length": fmean(len(response.response_ids) for response in responses),
     }
     return metrics, list(zip(problems, texts, rewards.tolist()))

@@ -19,7 +19,6 @@ def attach():
     edits.wrap(
         score=score,
         compute_group_normalized_advantages=advantages_of_scored,
-        evaluate=evaluate,
     )
 
 
@@ -98,18 +97,6 @@ def advantages_of_scored(rewards, group_size, *others):
         return own(rewards, group_size, *others)
     means = {name: statistics.mean(x[name] for x in of_groups) for name in metadata}
     return advantages, {**means, "unscored_frac": unscored_frac}
-
-
-def evaluate(*arguments):
-    """Like starter.evaluate, of the responses that could be scored."""
-    metrics, samples = edits.own("evaluate")(*arguments)
-    scored = [reward for _, _, reward in samples if not math.isnan(reward)]
-    scored_frac = len(scored) / len(samples)
-    if 0 < scored_frac < 1:
-        metrics["solved"] /= scored_frac
-        metrics["reward_mean"] = statistics.mean(scored)
-        metrics["unscored_frac"] = 1 - scored_frac
-    return metrics, samples
 
 
 def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **named):

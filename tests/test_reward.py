@@ -284,13 +284,6 @@ def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
     assert advantages(1.0, nan, nan)[0].isnan().all()
 
 
-def test_evaluation_is_of_what_was_scored(monkeypatch):
-    samples = [({}, "", reward) for reward in (1.0, 0.5, math.nan, math.nan)]
-    of_all = {"solved": 0.25, "reward_mean": math.nan}
-    monkeypatch.setattr(starter, "evaluate", lambda: (of_all, samples))
-    assert rewards.evaluate()[0] == {"solved": 0.5, "reward_mean": 0.75, "unscored_frac": 0.5}
-
-
 # Whole runs: a trial of the reward, an evaluation of 10 responses, steps of 16
 
 
