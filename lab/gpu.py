@@ -13,11 +13,11 @@ that torch's tensors took, vLLM's included; share is share_of_peak of support/gp
 4 % more than the rows of commit 375db7f did.
 
 gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens. shipped:
-as it is without vLLM, where support/gpu.py changes nothing; 1: layers compiled; 2: the head beside
-vLLM, which multiplies 16 bits and adds up in float32, and statistics compiled; 3: microbatches of
-8,192 tokens instead of 4,096. Parts are timed one by one, each with its backward pass; head_s is
-what is left, and held the statistics before. logp and gradient: how far a row is from "shipped"
-(plain), and from float32.
+as it is without vLLM, where support/gpu.py changes nothing; 1: layers compiled; 2: statistics
+compiled; 3: microbatches of 8,192 tokens instead of 4,096. The head multiplies 16 bits and adds up
+in float32; at commit 375db7f that was a part of 2, and "shipped" had TF32. Parts are timed one by
+one, each with its backward pass; head_s is what is left, and held the statistics before. logp and
+gradient: how far a row is from "shipped" (plain), and from float32.
 
 gpu_vllm.csv: seconds are means without the first step. "sync" scales weights and hands them over:
 diff is in nats between sampler and trainer, stale before and then after; greedy_same is the share
@@ -45,7 +45,7 @@ import starter  # before torch, for which it sets variables
 import torch
 
 from lab import bench, rows
-from support import engines, fast, gpu, memory
+from support import fast, gpu, memory
 
 ON_GPU = torch.cuda.is_available()
 LORA = dict(lora_rank=16)
@@ -101,8 +101,6 @@ def turn_on(switches, policy):
     """The one place where the switches of a row take effect."""
     if "layers" in switches:
         gpu.compile_layers(policy)
-    if "head" in switches:
-        policy.get_output_embeddings().__class__ = engines.RoundingHead
     if "statistics" in switches:
         gpu.compile_statistics()
 
@@ -260,7 +258,7 @@ def long_problems(cfg):
 # compiles nothing, which would take a minute)
 RANDOM = dict(task=long_problems, reward=bench.noise, precision="bf16", n_train_steps=4)
 UPDATE = RANDOM | dict(shape="Qwen3-1.7B", preset="qwen3-1.7b", engine="transformers")
-BOTH = UPDATE | dict(switches=["layers", "head", "statistics"])
+BOTH = UPDATE | dict(switches=["layers", "statistics"])
 QWEN = UPDATE | dict(engine="vllm")
 SYNC = QWEN | dict(eager=True, max_new_tokens=48)
 ROWS = {

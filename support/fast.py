@@ -234,8 +234,6 @@ FUNCTIONS = {
     "rows_to_decode": rows_to_decode,
     "token_statistics": token_statistics,
 }
-# They are used while these are as shipped, too: an edit would not be called, or needs its partner
-PARTNERS = ("next_logits", "response_logits", "rows_to_decode", "token_statistics")
 
 
 def made_up_responses(prompts, policy, max_new_tokens):
@@ -289,8 +287,8 @@ def check_fit(policy, problems, cfg):
 
 def attach(policy, ref_model, problems, cfg):
     """Puts this file's functions into starter.py if they fit the model, else says why not."""
-    if not all(map(edits.is_shipped, PARTNERS)):
-        return
+    if not all(map(edits.is_shipped, [*FUNCTIONS, "response_logits"])):
+        return  # they fit each other alone, and response_logits would not be called
     own_attention = policy.config._attn_implementation
     try:
         check_fit(policy, problems, cfg)
