@@ -14,6 +14,7 @@ from support import edits, lora, models
 
 # support/fast.py fits attention over everything before, and a head that neither scales nor caps.
 FITTING = [
+    "opt (other width of embedding)",
     "llama",
     "qwen2 (tied)",
     "qwen3",
@@ -32,7 +33,6 @@ OTHERS = [
     "granite",
     "cohere",
     "gemma2 (caps, no window)",
-    "opt (other width of embedding)",
     "mistral",
     "gemma2",
     "gemma3_text",
