@@ -271,10 +271,8 @@ def test_curriculum_draws_by_solve_rate_and_a_resumed_run_repeats_it(checkpoint,
 
 
 def test_dynamic_sampling_fills_steps_with_groups_that_differ(checkpoint, tmp_path):
-    """Of half of the prompts all rewards are equal."""
+    """Of half of the prompts all rewards are equal. Where those of all are, it ends, too."""
     module = load("dynamic_sampling", tmp_path)
-    taught = []  # the prompts of each step
-    at_each_call(module, "make_batch", lambda responses, *_: taught.append(responses))
 
     def reward(text, problem, response):
         assert response.prompt_ids == problem["prompt_ids"]
@@ -282,25 +280,10 @@ def test_dynamic_sampling_fills_steps_with_groups_that_differ(checkpoint, tmp_pa
 
     log = whole_run(module, checkpoint, tmp_path, reward=reward)
     assert {*log["train/frac_zero_std"].values()} == {0}
-    even = {problem["prompt"] for problem in small_sums(None)[0] if int(problem["answer"]) % 2 == 0}
-    _, tokenizer = module.init_policy(checkpoint, "cpu")
-    for responses in taught:
-        prompts = tokenizer.batch_decode(
-            [r.prompt_ids for r in responses], skip_special_tokens=True
-        )
-        assert len(prompts) == 16 and all(prompts[i // 4 * 4] == prompts[i] for i in range(16))
-        assert all(any(text in prompt for text in even) for prompt in prompts)
-
-
-def test_dynamic_sampling_ends_where_all_rewards_are_equal(checkpoint, tmp_path):
-    module = load("dynamic_sampling", tmp_path)
     sampled = []
-    at_each_call(module, "rollout", lambda policy, llm, prompts, *_: sampled.append(prompts))
-    given = settings(checkpoint, tmp_path, n_train_steps=1, reward=lambda text, problem: 0.5)
-    module.main(**given)
-    _, *rounds, _ = sampled  # between the evaluations
-    assert [len(prompts) for prompts in rounds] == [4] * 8
-    assert len({str(prompts) for prompts in rounds}) == 8
+    at_each_call(module, "rollout", lambda policy, llm, prompts, *_: sampled.append(len(prompts)))
+    module.main(**settings(checkpoint, tmp_path, n_train_steps=1, reward=lambda *_: 0.5))
+    assert sampled == [10, *[4] * 8, 10]  # between two evaluations
 
 
 def test_cosine_falls_from_the_full_rate_to_a_tenth(checkpoint, tmp_path):
@@ -358,46 +341,30 @@ def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path)
 # Rollouts
 
 
-def cut_at(strings, stops, response, tokenizer):
-    """A response of starter.py -> what is left of its ids, and whether something ended it."""
-    for n in range(1, len(response.response_ids) + 1):
-        ids = response.response_ids[:n]
-        if ids[-1] in stops or any(x in tokenizer.decode(ids) for x in strings):
-            return ids, True
-    return response.response_ids, False
-
-
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=needs_vllm)])
-def test_stop_strings_cut_responses_behind_the_token_that_completes_one(
-    checkpoint, tmp_path, engine
-):
-    """One of a single token, one of two, and one of a token and the next token's beginning."""
+def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, engine):
+    """One of a single token, one of two, and one of a token's beginning."""
     module = load("stop_strings", tmp_path)
-    policy, tokenizer = module.init_policy(checkpoint, "cpu")
+    model, tokenizer = module.init_policy(checkpoint, "cpu")
     cfg = module.cfg_with(max_new_tokens=20, precision="float32", stop_token_ids=[1, 9])
-    prompts = [tokenizer(f"add {a} 5")["input_ids"] for a in range(8)]
-    model = policy
     if engine == "vllm":
         engines.attach()
         model = starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")
-    arguments = (model, prompts, cfg, 3, 4)
-    uncut = getattr(starter, f"rollout_with_{engine}")(*arguments)
-    longest = max(uncut, key=lambda response: len(response.response_ids))
-    pieces = [tokenizer.decode(token) for token in longest.response_ids]
-    strings = [pieces[6], "".join(pieces[2:4]), "<answ"]
+    given = model, [[7, 8], [9, 10, 11]], cfg, 3, 16
+    uncut = getattr(starter, f"rollout_with_{engine}")(*given)
+    ids = max((response.response_ids for response in uncut), key=len)
+    strings = [tokenizer.decode(part) for part in (ids[4:5], ids[2:4])] + ["<answ"]
     module.STOP_STRINGS[:] = strings
-    module.N_BYTES = max(map(len, strings))
-    responses = getattr(module, f"rollout_with_{engine}")(*arguments)
-    texts, _ = module.score(responses, [{}] * 8, tokenizer, lambda text, problem: 0)
-    n_by_string = 0
-    for response, whole, text in zip(responses, uncut, texts):
-        ids, has_ended = cut_at(strings, cfg.stop_token_ids, whole, tokenizer)
-        assert (response.response_ids, response.finished) == (ids, has_ended)
-        assert response.log_probs == pytest.approx(whole.log_probs[: len(ids)], abs=1e-5)
-        by_token = ids[-1] in cfg.stop_token_ids
-        assert text == tokenizer.decode(ids[:-1] if by_token else ids)
-        n_by_string += has_ended and not by_token
-    assert n_by_string > 5 and not all(response.finished for response in responses)
+    responses = getattr(module, f"rollout_with_{engine}")(*given)
+    texts, _ = module.score(responses, [{}] * 2, tokenizer, lambda *_: 0)
+    for response, text, (_, ids, *_) in zip(responses, texts, uncut):
+        read = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        by_token = [n for n, token in enumerate(ids, 1) if token in cfg.stop_token_ids]
+        by_string = [n for n, start in enumerate(read) if any(x in start for x in strings)]
+        n = min(by_token + by_string, default=len(ids))
+        assert (response.response_ids, response.finished) == (ids[:n], bool(by_token + by_string))
+        assert text == read[n - (n in by_token)]
+    assert any(text.endswith(strings[1]) for text in texts)
 
 
 # Conversations

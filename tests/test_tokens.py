@@ -64,14 +64,20 @@ CASES = {
 }
 
 
-def before_training(folder, change, engine):
-    model = shutil.copytree(tasks.TINY, folder / change.__name__)
+def changed_model(folder, change):
+    """Returns the folder of the built-in model with another tokenizer, and that."""
+    model = shutil.copytree(tasks.TINY, folder / "model")
     tokenizer = make_tokenizer()
-    template = tokenizer.chat_template
     path = model / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change(tokenizer)))
     (model / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(model)
+    return str(model), tokenizer
+
+
+def before_training(folder, change, engine):
+    template = make_tokenizer().chat_template
+    model, tokenizer = changed_model(folder, change)
 
     def task(cfg):
         problems = tasks.make_countdown(25, True, 0, **tasks.SMALL_COUNTDOWN)
@@ -83,7 +89,7 @@ def before_training(folder, change, engine):
                 )
         return problems[:5], problems[5:]
 
-    given = dict(preset="tiny", model_id=str(model), task=task, n_train_steps=0, engine=engine)
+    given = dict(preset="tiny", model_id=model, task=task, n_train_steps=0, engine=engine)
     result = starter.main(**given, device="cpu", precision="float32", out_dir=folder / "runs")
     return result["before"]["solved"], result["before"]["response_length"]
 
@@ -122,16 +128,8 @@ SYSTEM_IS_LEFT_OUT = """{% for message in messages %}
 DATED = """<|user|>{{ strftime_now("%d %m %Y") }} {{ messages[0].content }}<|assistant|>"""
 
 
-def with_template(checkpoint, folder, template, **generation_config):
-    """A copy of a checkpoint with another chat template and generation_config.json."""
-    shutil.copytree(checkpoint, folder)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    (folder / "chat_template.jinja").unlink()
-    tokenizer.save_pretrained(folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | generation_config))
-    return folder
+def with_template(template):
+    return lambda tokenizer: vars(tokenizer).update(chat_template=template) or {}
 
 
 def chats(cfg):
@@ -150,16 +148,16 @@ def chats(cfg):
         (None, "give texts where there is no chat template"),
     ],
 )
-def test_chat_that_the_template_does_not_take_is_refused(checkpoint, tmp_path, template, words):
-    model = with_template(checkpoint, tmp_path / "model", template)
+def test_chat_that_the_template_does_not_take_is_refused(tmp_path, template, words):
+    model, _ = changed_model(tmp_path, with_template(template))
     with pytest.raises(starter.InputError, match=words):
         starter.main(**settings(model, tmp_path, task=chats))
 
 
-def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(checkpoint, tmp_path):
+def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp_path):
     """And is saved as it is."""
     rules.attach()
-    model = with_template(checkpoint, tmp_path / "model", DATED)
+    model, _ = changed_model(tmp_path, with_template(DATED))
     _, tokenizer = starter.init_policy(model, "cpu")
     ids = starter.ids_of_prompt("add 1 2", tokenizer, False)
     assert tokenizer.decode(ids) == "<|user|>26 07 2024 add 1 2<|assistant|>"
@@ -172,8 +170,8 @@ def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(che
     [{"temperature": 0.9, "top_p": 0.6, "max_length": 4096}, {"pad_token_id": -1}],
     ids=["Vicuna 1.5", "padding"],
 )
-def test_model_with_an_invalid_generation_config_is_saved(checkpoint, tmp_path, given):
-    model = with_template(checkpoint, tmp_path / "model", make_tokenizer().chat_template, **given)
+def test_model_with_an_invalid_generation_config_is_saved(tmp_path, given):
+    model, _ = changed_model(tmp_path, lambda tokenizer: given)
     result = starter.main(**settings(model, tmp_path / "runs", n_train_steps=1))
     saved = json.loads((result["run_folder"] / "model" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == make_tokenizer().eos_token_id and "top_p" not in saved
