@@ -127,7 +127,7 @@ EDITS = dict(
     top_k_with_vllm=Edit(
         {"tokens = draw_from(probs, uniform)": "tokens = draw_from(probs.square(), uniform)"},
         settings=dict(engine="vllm"),
-        says="draw_tokens ha",
+        says="vLLM draws the tokens by itself",
     ),
     z_loss=Edit(
         {
