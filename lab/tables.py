@@ -119,21 +119,16 @@ def penalty_table():
 
 
 def machines_table():
-    lines = []
+    """Runs of all numbers of threads and sets of instructions, by processor and dtype."""
+    of_machines = []
     for settings, rows in runs_of("machines") + runs_of("machines_amx"):
-        environment = settings["environment"]
-        solved = [f"{100 * share:.1f}" for share in numbers(rows, "solved_after")]
-        cells = [
-            rows[0]["machine"].partition(",")[0],
-            settings["precision"],
-            environment["OMP_NUM_THREADS"],
-            environment.get("ATEN_CPU_CAPABILITY", "all"),
-            " ".join(solved),
-            spread(rows, "kept_after"),
-        ]
-        lines.append(cells)
-    headers = ["processor", "dtype", "threads", "instructions"]
-    return table([*headers, "solved, %, seed by seed", "other skills, %"], lines)
+        for row in rows:
+            processor = row["machine"].partition(",")[0]
+            of_machines.append(row | {"processor": processor, "dtype": settings["precision"]})
+    lines = []
+    for kind, rows in grouped(of_machines, "processor", "dtype").items():
+        lines.append([*kind, len(rows), spread(rows, "solved_after"), spread(rows, "kept_after")])
+    return table(["processor", "dtype", "runs", "solved, %", "other skills, %"], lines)
 
 
 def coefficients_table():
@@ -152,7 +147,9 @@ def divergences_table():
 
 
 def methods_table():
-    return run_table(runs_of("kl"), ["kl_adaptation_method", "KL"])
+    """Those whose KL is in the loss."""
+    runs = [run for run in runs_of("kl") if "kl_in" not in run[0]]
+    return run_table(runs, ["kl_adaptation_method"])
 
 
 def recipes_table():
@@ -167,12 +164,11 @@ def recipes_table():
 def precision_table():
     """Sampler against trainer, in the first and the last tenth of the steps."""
     runs = runs_of("precision")
-    for settings, rows in runs:
-        settings.setdefault("preset", "built-in")
+    for _, rows in runs:
         for row in rows:
             row["first"], *_, row["last"] = row["curve_nats"].split()
     measured = [("nats, first steps", "first", ".1g"), ("last steps", "last", ".1g"), MEASURED[0]]
-    return run_table(runs, ["preset", "engine", "precision"], measured)
+    return run_table(runs, ["engine", "precision"], measured)
 
 
 def teacher_runs():
@@ -273,9 +269,9 @@ def mistakes_table():
         value, size, direction = (float(row[name]) for name in ("value", "size", "cosine"))
         gradient = "**zero**"
         if size > 1e-9:
-            gradient = f"{size:.1f} times as long, cosine {direction:.2f}"
+            gradient = f"{size:.1f}, {direction:.2f}"
         lines.append([f"`{row['formula']}`", row["in"], f"{value:.1f}", gradient])
-    return table(["penalty", "in the", "value / KL", "gradient, beside that of the KL"], lines)
+    return table(["penalty", "in the", "value / KL", "gradient / the KL's: length, cosine"], lines)
 
 
 def explosion_table():
@@ -374,13 +370,12 @@ UPDATE = {  # header: column
     "s": "s",
     "share of peak": "share",
     "GB": "gb",
-    "nats from float32": "logp_mean_float32",
 }
 
 
 def updates_table():
     """An update of Qwen3-1.7B's shape with each of the changes that docs/hardware.md numbers."""
-    rows = read_csv("gpu_update")[:5]
+    rows = read_csv("gpu_update")[:4]
     return table(UPDATE, [[row[column] for column in UPDATE.values()] for row in rows])
 
 
