@@ -61,6 +61,8 @@ WRONG = {
     "--model_id {}/adapters": "merge_and_unload",
     "--use_kl_penalty --kl_estimator exat": "did you mean 'exact'?",
     "--use_kl_penalty --kl_adaptation_method clip+targt": "'targt' is not known; did you mean 'tar",
+    "--resume nowhere": "nowhere is no folder of a run; give one",
+    "--max_new_tokens 300": "0 prompts to train on",  # the context is of 256
     "--preset large": "use one of ['qwen3-0.6b', 'qwen3-1.7b', 'smollm2', 'tiny']",
 }
 
