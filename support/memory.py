@@ -82,8 +82,10 @@ def predicted_gb(config, cfg, n_tokens):
 
 
 def free_gb(cfg):
-    """Returns the free memory of a GPU, less vLLM's share or cache, or that of this machine where
-    /proc tells it, else inf."""
+    """Returns the free memory of a GPU, less vLLM's share or cache, what a Mac lends to its, or the
+    free memory of this machine where /proc tells it, else inf."""
+    if cfg.device.type == "mps":
+        return torch.mps.recommended_max_memory() / 1e9
     if cfg.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(cfg.device)
         if cfg.engine == "vllm":

@@ -12,14 +12,17 @@ from support import edits
 
 
 def check_reading(policy, prompts, cfg):
-    """Raises InputError for a model that padding on the right changes, or whose weights a forward
-    pass changes. One that decodes otherwise than it reads is decoded by reading everything again,
-    and the log says so."""
+    """Raises InputError for a model that padding on the right changes, whose weights a forward pass
+    changes, or whose backward pass fails. One that decodes otherwise than it reads is decoded by
+    reading everything again, and the log says so."""
     name = type(policy).__name__
     prompts = sorted(prompts, key=len)
     lengths = len(prompts[0]), len(prompts[-1])
     ids = longest_row(policy, prompts[-1], cfg.max_new_tokens)
-    fault = fault_of_reading(policy, ids, lengths, cfg)
+    try:
+        fault = fault_of_reading(policy, ids, lengths, cfg)
+    except Exception as error:  # code of the model's authors
+        fault = f"its forward or backward pass fails with {error!r:.150}"
     policy.zero_grad()
     policy.eval()
     if fault:
@@ -31,11 +34,25 @@ def check_reading(policy, prompts, cfg):
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
 
 
+def turn_dropout_off(policy):
+    """Layers that gradient checkpointing runs again are in train mode, and some families' drop out
+    by themselves."""
+    for module in policy.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
+
+
 def longest_row(policy, prompt, max_new_tokens):
     """Returns (1, L) ids as long as a run's longest row, or as there is memory for: the prompt, and
-    its tokens again in any order."""
-    most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
+    its tokens again in any order. Padding's id comes first, which a policy may well sample."""
+    config = policy.config.get_text_config()
+    most = starter.LOGITS_AT_ONCE // config.vocab_size
     row = prompt + random.Random(0).choices(prompt, k=max_new_tokens)
+    pad = getattr(config, "pad_token_id", None)
+    if pad in range(config.vocab_size):
+        row[len(prompt)] = pad
     return torch.tensor([row[: max(len(prompt) + 2, most)]], device=policy.device)
 
 
@@ -64,6 +81,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
             if differ(log_probs(policy, ids[:, :n]), whole[:n]):
                 return "what stands after a token changes its log-probs"
         if cfg.gradient_checkpointing:
+            turn_dropout_off(policy)
             starter.train_checkpointed_layers(policy)
             if differ(log_probs(policy, ids), whole):
                 return "with gradient_checkpointing its log-probs change, without it perhaps not"

@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import REPOSITORY
 from forked import edited_text, write_copy
+
+import starter
+from support import memory
 
 UNIX_ONLY = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 
@@ -99,3 +103,8 @@ def test_run_makes_no_float64_tensor(checkpoint, tmp_path, with_support):
     copy = write_copy(tmp_path / "copy", edited_text(AS_ON_A_MAC), with_support)
     printed, _ = run_program(NO_FLOAT64, checkpoint, tmp_path / "runs", copy)
     assert "Step 2/" in printed and ("token_statistics" in printed) == with_support
+
+
+def test_memory_of_a_mac_is_what_its_gpu_may_use(monkeypatch):
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 8e9)
+    assert memory.free_gb(starter.cfg_with(device=torch.device("mps"))) == 8
