@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +21,15 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import make_responses, make_step, save_checkpoint, scalars, settings, variety
+from conftest import REPOSITORY, save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
 from test_runs import Killed
 
 import starter
 from support import ranks
 
-REPOSITORY = Path(starter.__file__).parent
+pytestmark = pytest.mark.slow
+
 WITH_KL = dict(use_kl_penalty=True, kl_coef=0.1, kl_adaptation_method="target_sound")
 ADAPTERS = dict(WITH_KL, lora_rank=4, learning_rate=1e-2)
 FP16 = dict(precision="fp16", learning_rate=1e-12, n_train_steps=12)
@@ -56,12 +56,7 @@ if importlib.util.find_spec("vllm") is not None:
     CASES["vLLM"] = ({}, dict(WITH_KL, engine="vllm"))
     CASES["vLLM, adapters"] = ({}, dict(ADAPTERS, engine="vllm"))
 
-
-slow = pytest.mark.slow
-
-
-def of_both(test):
-    return slow(pytest.mark.parametrize("name", ["tied", "adapters"])(test))
+of_both = pytest.mark.parametrize("name", ["tied", "adapters"])
 
 
 def reward_named(name):
@@ -75,7 +70,6 @@ def reward_named(name):
     if name == "awaited":
         return awaited
 
-    @functools.wraps(variety)
     def reward(text, problem):
         if name == "equal":
             return 0.5
@@ -118,42 +112,17 @@ def make_runs(folder):
             starter.main(**run_settings(checkpoint, out, **changes))
 
 
-def torchrun(*arguments, nodes=1):
-    """Starts two processes, of one node or of two that meet on the loopback device. Returns the
-    started launchers."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = f"--nnodes={nodes} --nproc-per-node={2 // nodes} --rdzv-endpoint=localhost:{port}"
-    options += " --rdzv-backend=c10d --rdzv-id=test --shutdown-timeout=600"
-    command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+def torchrun(*arguments):
+    """Returns a launcher that starts this program in two processes."""
+    options = "-m torch.distributed.run --standalone --nproc-per-node=2 --shutdown-timeout=600"
     paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
-    return [
-        subprocess.Popen(
-            [*command, *map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(nodes)
-    ]
-
-
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_microbatches_of_all_processes_hold_every_row_once(monkeypatch, world):
-    batch = make_step(make_responses((1, 9, 4, 6, 7, 2, 8, 3)))
-    batch["row"] = torch.arange(8)[:, None]
-    monkeypatch.setattr(ranks, "WORLD", world)
-    monkeypatch.setattr(ranks, "gather", lambda items: [*items, 9])  # another process has 9
-    rows_of_all = []
-    for rank in range(world):
-        monkeypatch.setattr(ranks, "RANK", rank)
-        microbatches = ranks.cut_microbatches(batch, 18)
-        assert len(microbatches) == 9
-        for rows in microbatches:
-            rows_of_all += rows["row"][rows["response_mask"].any(dim=1), 0].tolist()
-    assert sorted(rows_of_all) == list(range(8))
+    return subprocess.Popen(
+        [sys.executable, *options.split(), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +140,17 @@ def folder(tmp_path_factory):
                 ("fp16", FP16),
                 ("interrupted", {"reward": "interrupted"}),
                 ("killed", {"reward": "killed"}),
+                ("killed", {"resume": True}),
+                ("begun by one", {"resume": True}),
             ]
-            more += [("killed", {"resume": True}), ("begun by one", {"resume": True})]
         runs += [(checkpoint, str(folder / name / out), {**changes, **x}) for out, x in more]
+    runs.append((checkpoint, str(folder / "fails"), {"reward": "fails"}))
     (folder / "runs.json").write_text(json.dumps(runs))
-    [launcher] = torchrun(__file__, folder)
+    launcher = torchrun(__file__, folder)
     output, errors = launcher.communicate(timeout=1800)
-    assert launcher.returncode == 0, output[-1000:] + errors[-3000:]
-    assert output.count("2 processes divide") == len(runs)  # one of them speaks
+    assert output.count("2 processes divide") == len(runs), errors[-3000:]  # one of them speaks
+    assert launcher.returncode == 1 and "ZeroDivisionError" in errors
+    assert "Step 3/" not in output.rpartition("2 processes divide")[2]
     return folder
 
 
@@ -201,7 +173,6 @@ def assert_same_run(first, second):
     torch.testing.assert_close(*weights, rtol=0, atol=2e-5)
 
 
-@slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_run_of_one(folder, name):
     checkpoint, one = folder / name / "checkpoint", folder / name / "one"
@@ -210,8 +181,10 @@ def test_two_processes_have_the_run_of_one(folder, name):
 
 
 @of_both
-def test_killed_run_of_two_processes_goes_on_with_the_same_bits(folder, name):
+def test_killed_run_goes_on_with_the_same_bits_and_a_signal_to_one_process_ends_all(folder, name):
     assert outcome(folder / name / "killed") == outcome(folder / name / "two")
+    checkpoints = run_folder_in(folder / name / "interrupted").glob("checkpoint_*")
+    assert max(checkpoints).name == "checkpoint_00000003.pt"
 
 
 @of_both
@@ -223,12 +196,6 @@ def test_checkpoint_does_not_depend_on_the_number_of_processes(folder, name):
     checkpoint = folder / name / "checkpoint"
     starter.main(**run_settings(checkpoint, begun_by_two, resume=True, **CASES[name][1]))
     assert_same_run(folder / name / "two", begun_by_two)
-
-
-@of_both
-def test_signal_to_one_process_ends_all_after_the_same_step(folder, name):
-    checkpoints = run_folder_in(folder / name / "interrupted").glob("checkpoint_*")
-    assert max(checkpoints).name == "checkpoint_00000003.pt"
 
 
 @of_both
@@ -245,28 +212,17 @@ def test_loss_scale_of_fp16_falls_in_all_processes_alike(folder, name):
     assert finite == pytest.approx({step: exact[step] for step in finite}, rel=0.1)
 
 
-@slow
-def test_error_in_one_process_ends_all_of_both_nodes(checkpoint, tmp_path):
-    runs = [(str(checkpoint), str(tmp_path), {"reward": "fails"})]
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    nodes = torchrun(__file__, tmp_path, nodes=2)
-    errors = "".join(node.communicate(timeout=600)[1] for node in nodes)
-    assert all(node.returncode not in (0, None) for node in nodes)
-    assert "ZeroDivisionError" in errors, errors
-
-
-@slow
 def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_path):
     command = [REPOSITORY / "starter.py", f"--out_dir={tmp_path}", f"--model_id={checkpoint}"]
     command += "--task=countdown_small --device=cpu --engine=transformers".split()
     command += "--rollout_batch_size=16 --max_new_tokens=8 --n_eval_problems=8".split()
-    [launcher] = torchrun(*command, "--n_train_steps=1000")
+    launcher = torchrun(*command, "--n_train_steps=1000")
     while not launcher.stdout.readline().startswith("Step 2/"):
         assert launcher.poll() is None, launcher.stderr.read()
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=600)
     step = int(re.search(r"stopped after step (\d+) of 1000", output)[1])
-    [launcher] = torchrun(*command, f"--n_train_steps={step + 1}", "--resume")
+    launcher = torchrun(*command, f"--n_train_steps={step + 1}", "--resume")
     output, errors = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, errors
     assert output.count("=== Report") == 1 and f"after step {step}\n" in output
