@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -81,12 +80,6 @@ def test_setting_that_changes_nothing_is_refused_when_typed_with_its_default(mon
     assert "kl_coef = 0.3 changes nothing" in refusal(chosen, "--kl_coef 0.3")
 
 
-def test_all_that_differs_from_the_defaults_is_on_one_line(capsys):
-    chosen("--seed 3 --device cpu --use_kl_penalty --eval_every 50")
-    expected = {"preset": "tiny", "seed": 3, "device": "cpu", "use_kl_penalty": True}
-    assert f"given: {expected}\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "text", ["--temperature 2", "--importance_cap inf", "--clip_range (0.2,0.3)", "--model_id None"]
 )
@@ -94,17 +87,9 @@ def test_unusual_and_right_setting_is_taken(text):
     rules.check_settings(chosen(text))
 
 
-def test_new_parameter_of_main_needs_no_rule(monkeypatch):
-    defaults = vars(starter.cfg_with()) | {"entropy_coef": 0.0}
-    monkeypatch.setattr(starter, "cfg_with", lambda: SimpleNamespace(**defaults))
-    rules.check_kinds(SimpleNamespace(**defaults | {"entropy_coef": -0.01}))
-    refusal(rules.check_kinds, SimpleNamespace(**defaults | {"entropy_coef": "high"}))
-
-
 @pytest.mark.parametrize(
     "text, has_gpu, expected",
     [
-        ("", False, "tiny"),
         ("--device cpu", True, "tiny"),
         ("--model_id tiny", True, "tiny"),
         ("--model_id user/model", False, "qwen3-1.7b"),
@@ -145,14 +130,14 @@ def test_kl_term_that_is_known_not_to_work_needs_reproduce_paper(text):
 # 3. Models, tokenizers and problems
 
 
-@pytest.mark.parametrize("name", ["user/model", "user/data:main:test", "countdown", None])
+@pytest.mark.parametrize("name", ["user/model", "countdown"])
 def test_hub_that_cannot_be_reached_is_named_and_its_cache_used(name, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     session = mock.Mock(**{"head.side_effect": OSError("no route")})
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
     rules.check_hub(name, __file__, starter.reward_fn)
-    is_on_hub = "/" in str(name)
+    is_on_hub = "/" in name
     assert session.head.called == is_on_hub == huggingface_hub.constants.HF_HUB_OFFLINE
     assert ("no route" in capsys.readouterr().out) == is_on_hub
 
@@ -164,10 +149,8 @@ OWN_CODE = b'"own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM"
     "name, old, new",
     [
         ("model.safetensors", b"{", b"garbage"),
-        ("config.json", b'"qwen3"', b'"perceptron"'),
         ("config.json", b'size": 64', b'size": 32'),
         ("config.json", b'"qwen3"', OWN_CODE),  # which is neither run nor asked for
-        ("tokenizer.json", b"{", b""),
     ],
 )
 def test_broken_checkpoint_is_refused_in_one_sentence(
@@ -196,23 +179,18 @@ def loaded(checkpoint, text=""):
     "spoil, words",
     [
         (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "needs ids below 58"),
-        (lambda x: x.problems.train[3].update(prompt_ids=[]), "makes [] of 'add 3'"),
         (lambda x: setattr(x.tokenizer, "chat_template", "hello"), "leaves out {'role': 'user'"),
         (lambda x: x.problems.held_out.append(x.problems.train[3]), "'add 3' is also trained"),
+        # As in TRL; and one that returns several numbers
+        (lambda x: setattr(x.cfg, "reward", lambda completions: 0), "YOURS(completions=[text]"),
+        (lambda x: setattr(x.cfg, "reward", lambda *_: [1.0]), "YOURS(text, problem)[0]"),
     ],
 )
-def test_model_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, words):
+def test_model_or_reward_that_does_not_fit_its_problems_is_refused(checkpoint, spoil, words):
     x = loaded(checkpoint)
     rules.check_model(**vars(x))
     spoil(x)
     assert words in refusal(rules.check_model, *vars(x).values())
-
-
-def test_mistake_in_a_reward_shows_before_anything_is_sampled(checkpoint):
-    x = loaded(checkpoint)
-    x.cfg.reward = lambda text, problem: problem["gold"]
-    with pytest.raises(KeyError, match="gold"):
-        rules.check_model(**vars(x))
 
 
 @pytest.mark.parametrize(
@@ -234,48 +212,13 @@ def test_what_is_often_a_mistake_is_said(checkpoint, capsys, text, words):
     assert words in printed and bool(words) == bool(printed)
 
 
-def of_trl(prompts, completions, answer, **columns):
-    return [float(completion == right) for completion, right in zip(completions, answer)]
-
-
-def in_a_list(text, problem):
-    return [float(text == problem["answer"]), 7.0]
-
-
-WRAPPED = {  # as printed
-    of_trl: lambda text, problem: of_trl(
-        completions=[text], prompts=[problem["prompt"]], **{key: [x] for key, x in problem.items()}
-    )[0],
-    in_a_list: lambda text, problem: in_a_list(text, problem)[0],
-}
-
-
-def condensed(text):
-    return "".join(text.split()).replace("'", '"').replace(",)", ")")
-
-
-@pytest.mark.parametrize("reward", WRAPPED)
-def test_reward_of_another_signature_is_refused_with_the_line_that_wraps_it(checkpoint, reward):
-    x = loaded(checkpoint)
-    x.cfg.reward = reward
-    _, line = refusal(rules.check_model, *vars(x).values()).split("give reward=")
-    line = line.replace("YOURS", reward.__name__)
-    assert condensed(line) in condensed(Path(__file__).read_text("utf-8"))
-    x.cfg.reward = WRAPPED[reward]
-    rules.check_model(**vars(x))
-    assert x.cfg.reward("3", {"prompt": "p", "answer": "3"}) == 1
-
-
 def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
     x = loaded(checkpoint)
-    for problem, text in zip(x.problems.train, ("sort 21", "Sort 21", "TOP 1")):
-        problem.update(prompt=text, prompt_ids=x.tokenizer(text)["input_ids"])
+    ids = x.tokenizer("Sort 21")["input_ids"]
+    x.problems.train[3].update(prompt="Sort 21", prompt_ids=ids)
     rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
     printed = capsys.readouterr().out
-    assert "2 of 40 prompts hold characters" in printed and "see ['S'] in" in printed
-    x.tokenizer.chat_template = "\n{{ messages[0].content }}"
-    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
-    assert r"see ['\n', 'S'] in" in capsys.readouterr().out
+    assert "1 of 40 prompts hold characters" in printed and "see ['S'] in" in printed
 
 
 # 4. A run that is resumed
@@ -335,24 +278,15 @@ class Constant:
     [
         ("training problems", lambda x: x.problems.train.pop()),
         ("held-out problems", lambda x: x.problems.held_out[3].update(answer=7)),
-        ("reward", lambda x: setattr(x.cfg, "reward", Constant())),
         ("model", lambda x: x.policy.model.layers[1].mlp.up_proj.weight.data.mul_(1.001)),
     ],
 )
-def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, change):
+def test_source_that_changed_under_its_name_has_another_hash(checkpoint, source, change):
     x = loaded(checkpoint)
-    x.cfg.reward = object()
-    run = SimpleNamespace(cfg=x.cfg, state={})
-
-    def says():
-        capsys.readouterr()
-        x.cfg.sources = rules.sources_of(x.policy, x.problems, x.cfg)
-        rules.note_changed_sources(run)
-        return capsys.readouterr().out
-
-    assert says() == says() == ""
+    before = rules.sources_of(x.policy, x.problems, x.cfg)
     change(x)
-    assert says() == f"resume: the {source} changed since the checkpoint was saved\n"
+    after = rules.sources_of(x.policy, x.problems, x.cfg)
+    assert [name for name in after if after[name] != before[name]] == [source]
 
 
 def test_resumed_run_says_that_its_reward_has_changed(checkpoint, tmp_path, capsys):
