@@ -266,12 +266,12 @@ def mistakes_table():
     """Penalties as published code has them, and what they do."""
     lines = []
     for row in read_csv("kl_mistakes"):
-        value, size, direction = (float(row[name]) for name in ("value", "size", "cosine"))
+        size, direction = float(row["size"]), float(row["cosine"])
         gradient = "**zero**"
         if size > 1e-9:
             gradient = f"{size:.1f}, {direction:.2f}"
-        lines.append([f"`{row['formula']}`", row["in"], f"{value:.1f}", gradient])
-    return table(["penalty", "in the", "value / KL", "gradient / the KL's: length, cosine"], lines)
+        lines.append([f"`{row['formula']}`", row["in"], gradient])
+    return table(["penalty", "in the", "gradient / the KL's: length, cosine"], lines)
 
 
 def explosion_table():
