@@ -60,14 +60,13 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
             return problems
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
         key = (sorted(numbers), target)
-        on_this_side = 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out
-        if not on_this_side or held_out and str(key) in seen:
-            continue
-        seen.add(str(key))
-        text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
-        problems.append(
-            {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
-        )
+        is_new = not held_out or str(key) not in seen
+        if 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out and is_new:
+            seen.add(str(key))
+            text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
+            problems.append(
+                {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
+            )
     raise InputError(
         f"n_eval_problems = {n}: there are about {len(problems)} such Countdown problems; use fewer"
     )
@@ -89,7 +88,7 @@ def addition_problems(cfg):
     sides = [], []  # for training, held out
     for a, b in pairs:
         problem = {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "last_number": True}
-        sides[is_held_out(min(a, b), max(a, b))].append(problem)
+        sides[is_held_out(*sorted((a, b)))].append(problem)
     return sides
 
 
@@ -118,7 +117,7 @@ def arithmetic(text):
     if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):
         return None
     try:
-        return value_of(ast.parse(text.strip(), mode="eval").body)
+        return value_of(ast.parse(text, mode="eval").body)
     except (AttributeError, KeyError, ZeroDivisionError, SyntaxError, MemoryError, RecursionError):
         return None
 
@@ -190,30 +189,29 @@ def read_problems(source):
             f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the Hugging "
             f"Face hub; {rules.nearest(source, starter.TASKS)}"
         )
-    problems = [as_problem(row, f"{source}, problem {i}") for i, row in enumerate(rows, 1)]
-    if problems and problems[0] != rows[0]:
-        print(f"{source}: the first of {len(problems)} problems is {problems[0]!r:.500}")
+    problems = []
+    try:
+        for row in rows:
+            problems.append(as_problem(row))
+    except Exception as error:  # whatever others wrote
+        raise InputError(
+            f"{source}, problem {len(problems) + 1}: {error!s:.150}; write UTF-8, and a JSON "
+            "object into each line: 'prompt' is a text, or messages with a text as 'content' and a "
+            f"'role' of {ROLES}; 'answer' is a text or number, without tags"
+        )
+    print(f"{source}: {len(problems)} problems; the first: {problems[:1]!r:.500}")
     return problems
 
 
 def rows_of_file(path):
-    """Returns the content of each problem in a file."""
-    rows = []
-    try:
-        text = path.read_text("utf-8-sig")
-        if path.suffix == ".csv":
-            return list(csv.DictReader(io.StringIO(text)))
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        for line in text.split("\n"):
-            if line.strip():
-                rows.append(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path}, problem {len(rows) + 1} cannot be read: {error}; write UTF-8, and one whole "
-            "object in JSON into each line"
-        )
-    return rows
+    """Yields the content of each problem in a file."""
+    text = path.read_text("utf-8-sig")
+    if path.suffix == ".csv":
+        yield from csv.DictReader(io.StringIO(text))
+    elif text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from map(json.loads, filter(str.strip, text.split("\n")))
 
 
 def rows_of_hub(name, configuration, split):
@@ -230,29 +228,6 @@ def rows_of_hub(name, configuration, split):
         )
 
 
-def check_chat(chat, where):
-    """Raises InputError where a list is no chat: some templates leave out what they do not know."""
-    for message in chat:
-        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not is_message or message.get("role") not in ROLES:
-            raise InputError(
-                f"{where} has the chat message {message!r:.80}; give it a text under 'content' and "
-                f"a 'role' of {ROLES}"
-            )
-
-
-def column(row, names, types, where):
-    """Returns the first of these keys that a row has, and what stands there."""
-    key = next((name for name in names if name in row), names[0])
-    value = row.get(key)
-    if type(value) not in types or value in ("", []):
-        raise InputError(
-            f"{where}, with the keys {[*row]}, has {value!r:.80} under {key!r}; give a text, or as "
-            "a prompt chat messages, or as an answer a number"
-        )
-    return key, value
-
-
 def final_answer(text):
     """What follows "####" in a text, or else is in its last \\boxed, or else all of it."""
     _, mark, final = text.rpartition("####")
@@ -262,23 +237,25 @@ def final_answer(text):
     return final.strip()
 
 
-def as_problem(row, where):
-    """Returns the problem in a row."""
-    if not isinstance(row, dict):
-        raise InputError(f"{where} is {row!r:.80}; write an object with 'prompt' and 'answer'")
-    key, prompt = column(row, ("prompt", "question", "problem", "messages"), (str, list), where)
+def is_message(message):
+    """Of a chat. Some templates leave out what they do not know, without a word."""
+    return message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def as_problem(row):
+    """Returns the problem in a row. Raises an error where there is none."""
+    prompt = row.get("prompt", row.get("question", row.get("problem", row.get("messages"))))
+    is_prompt = isinstance(prompt, str)
     if isinstance(prompt, list):
-        check_chat(prompt, where)
-        if prompt[-1]["role"] == "assistant":
+        is_prompt = all(map(is_message, prompt))
+        if prompt[-1].get("role") == "assistant":
             row = {"answer": prompt[-1]["content"], **row}
             prompt = prompt[:-1]
-    elif key != "prompt":
+    elif is_prompt and "prompt" not in row:
         prompt = QUESTION_PROMPT.format(question=prompt)
-    key, answer = column(row, ("answer", "solution"), (str, int, float), where)
+    answer = row.get("answer", row.get("solution"))
     final = final_answer(str(answer))
-    if not final or "<answer>" in final:
-        raise InputError(
-            f"{where} has {answer!r:.80} under {key!r}; write what shall stand in the answer tags, "
-            "without them"
-        )
+    is_answer = type(answer) in (str, int, float) and final and "<answer>" not in final
+    if not (prompt and is_prompt and is_answer):
+        raise ValueError(f"the prompt {prompt!r:.80} has the answer {answer!r:.80}")
     return {**row, "prompt": prompt, "answer": final}

@@ -117,7 +117,7 @@ def test_columns_of_other_names_are_understood_and_the_first_is_shown(
 ):
     [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
     assert (problem["prompt"][: len(prompt)], problem["answer"]) == (prompt, answer)
-    assert f"of 1 problems is {problem}" in capsys.readouterr().out
+    assert f"1 problems; the first: [{problem}]" in capsys.readouterr().out
 
 
 def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
@@ -131,16 +131,19 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{", "cannot be read: Expecting property name .* one whole object in JSON into each"),
-        (b"[" * 100_000, "cannot be read: .*recursion"),
-        (b'["prompt", "answer"]', r"is \['prompt', 'answer'\]; write an object"),
-        (b'{"prompt": "a", "Answer": 1}', r"the keys \['prompt', 'Answer'\], has None under 'ans"),
-        (b'{"question": 3, "answer": 1}', "has 3 under 'question'; give a text, or as a prompt"),
-        (b'{"prompt": "", "answer": "1"}', "has '' under 'prompt'"),
-        (b'{"prompt": "a", "answer": "5 ####"}', "has '5 ####' under 'answer'; write what"),
-        (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>' under "),
+        (b"{", "Expecting property name .* a JSON object into each line"),
+        (b"[" * 100_000, "recursion"),
+        (b'["prompt", "answer"]', "list.* a JSON object into each line"),
+        (b'{"Question": "a", "answer": 1}', "the prompt None .* 'prompt' is a text"),
+        (b'{"question": 3, "answer": 1}', "the prompt 3 "),
+        (b'{"prompt": "", "answer": "1"}', "the prompt '' "),
+        (b'{"prompt": "a", "Answer": 1}', "'a' has the answer None; .* 'answer' is a text"),
+        (b'{"prompt": "a", "answer": [1]}', r"the answer \[1\]; .* 'answer' is a text or number"),
+        (b'{"prompt": "a", "answer": "5 ####"}', "the answer '5 ####'"),
+        (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>'.*without tags"),
         (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
         (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
+        (b'{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', "a text as 'content'"),
     ],
 )
 def test_mistake_in_a_line_is_named(tmp_path, line, message):
@@ -153,7 +156,7 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
 
 def test_file_of_another_form_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(InputError, match="cannot be read: 'utf-8' codec .*; write UTF"):
+    with pytest.raises(InputError, match="problem 1: 'utf-8' codec .*; write UTF"):
         tasks.read_problems(tmp_path / "a.jsonl")
 
 
