@@ -4,7 +4,6 @@ import asyncio
 import functools
 import inspect
 import math
-import statistics
 import threading
 
 import torch
@@ -57,24 +56,22 @@ def number_of(value):
 
 def score(responses, problems, tokenizer, reward):
     """Like starter.score. None is nan, and an async reward is awaited for all responses at once."""
+    own = edits.own("score")
     values = []
-    results = None
 
     @functools.wraps(reward)  # it gets what the reward asks for
     def call(*arguments, **named):
-        if results is not None:
-            return number_of(next(results))
         values.append(reward(*arguments, **named))
         return number_of(values[-1])
 
-    scored = edits.own("score")(responses, problems, tokenizer, call)
+    scored = own(responses, problems, tokenizer, call)
     if any(map(inspect.isawaitable, values)):
         waiting = asyncio.run_coroutine_threadsafe(results_of(values), event_loop())
         try:
-            results = iter(waiting.result())
+            numbers = map(number_of, waiting.result())
         finally:
             waiting.cancel()  # after Ctrl-C
-        scored = edits.own("score")(responses, problems, tokenizer, call)
+        scored = own(responses, problems, tokenizer, lambda *arguments, **named: next(numbers))
     return scored
 
 
@@ -83,23 +80,20 @@ def advantages_of_scored(rewards, group_size, *others):
     group: its advantage is 0, and the others are compared with each other. A step in which no two
     can be compared is left as it is, to be skipped."""
     own = edits.own("compute_group_normalized_advantages")
-    unscored_frac = rewards.isnan().float().mean().item()
-    if unscored_frac == 0:
+    is_scored = ~rewards.isnan()
+    groups = torch.arange(len(rewards)).split(group_size)
+    comparable = [rows[is_scored[rows]] for rows in groups if is_scored[rows].sum() > 1]
+    if is_scored.all() or not comparable:
         return own(rewards, group_size, *others)
-    of_groups = []
     advantages = torch.zeros_like(rewards)
-    for group, part in zip(rewards.split(group_size), advantages.split(group_size)):
-        scored = group[~group.isnan()]
-        if len(scored) > 1:
-            part[~group.isnan()], metadata = own(scored, len(scored), *others)
-            of_groups.append(metadata)
-    if not of_groups:
-        return own(rewards, group_size, *others)
-    means = {name: statistics.mean(x[name] for x in of_groups) for name in metadata}
-    return advantages, {**means, "unscored_frac": unscored_frac}
+    means = {"unscored_frac": 1 - is_scored.float().mean().item()}
+    for rows in comparable:
+        advantages[rows], metadata = own(rewards[rows], len(rows), *others)
+        starter.add_scaled(means, metadata, 1 / len(comparable))
+    return advantages, means
 
 
-def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **named):
+def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others):
     """Like starter.train. What a reward raises ends it after a checkpoint, from which the run can
     go on. Not after the last step, since its evaluation would be missing."""
     score = starter.score
@@ -114,5 +108,4 @@ def train(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **name
             raise
 
     edits.wrap(score=score_or_save)
-    own = edits.own("train")
-    own(policy, tokenizer, llm, optimizer, problems, cfg, run, *others, **named)
+    edits.own("train")(policy, tokenizer, llm, optimizer, problems, cfg, run, *others)
