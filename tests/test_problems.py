@@ -45,8 +45,7 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
 
 
 def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on():
-    first, second = tasks.make_countdown(2, True, 0, **tasks.SMALL_COUNTDOWN)
-    assert (first["prompt"], first["solution"]) == ("make 43: 14 29", "29+14")
+    _, second = tasks.make_countdown(2, True, 0, **tasks.SMALL_COUNTDOWN)
     assert (second["prompt"], second["solution"]) == ("make 8: 2 4", "4*2")
 
 
@@ -108,7 +107,6 @@ MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\
         (MATH, WHY, r"\frac{1}{\sqrt{2}}"),
         ({**MATH, "answer": 6}, WHY, "6"),
         ({"messages": [*CHAT, ANSWER]}, CHAT, "4"),
-        ({"messages": [*CHAT, ANSWER], "answer": 5}, CHAT, "5"),
         ({"messages": CHAT, "answer": 5}, CHAT, "5"),
     ],
 )  # under the name .json, which is right as long as each line is an object
@@ -131,17 +129,14 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{", "Expecting property name .* a JSON object into each line"),
-        (b"[" * 100_000, "recursion"),
-        (b'["prompt", "answer"]', "list.* a JSON object into each line"),
-        (b'{"Question": "a", "answer": 1}', "the prompt None .* 'prompt' is a text"),
-        (b'{"question": 3, "answer": 1}', "the prompt 3 "),
+        (b"{", "m 2: Expecting property name .* a JSON object into each line"),
+        (b"\x1f\x8b", "m 1: 'utf-8' codec .*; write UTF"),
+        (b'["prompt", "answer"]', "m 2: .*list.* a JSON object into each line"),
+        (b'{"question": 3, "answer": 1}', "m 2: the prompt 3 "),
         (b'{"prompt": "", "answer": "1"}', "the prompt '' "),
         (b'{"prompt": "a", "Answer": 1}', "'a' has the answer None; .* 'answer' is a text"),
-        (b'{"prompt": "a", "answer": [1]}', r"the answer \[1\]; .* 'answer' is a text or number"),
         (b'{"prompt": "a", "answer": "5 ####"}', "the answer '5 ####'"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>'.*without tags"),
-        (b'{"prompt": [{"from": "human", "value": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
         (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
         (b'{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', "a text as 'content'"),
     ],
@@ -151,35 +146,12 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
         tasks.read_problems(path)
-    assert str(error.value).startswith(f"{path}, problem 2") and len(str(error.value)) < 400
-
-
-def test_file_of_another_form_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(InputError, match="problem 1: 'utf-8' codec .*; write UTF"):
-        tasks.read_problems(tmp_path / "a.jsonl")
+    assert str(error.value).startswith(f"{path}, problem ") and len(str(error.value)) < 400
 
 
 def test_name_of_no_task_and_no_file_gets_the_nearest():
     with pytest.raises(InputError, match="'countdwon' is no task.*did you mean 'countdown'?"):
         tasks.read_problems("countdwon")
-
-
-@pytest.mark.parametrize("line", ["{", "3", '{"prompt": "a"}'])
-def test_file_alone_names_the_line_that_is_wrong(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' + line)
-    with pytest.raises(InputError, match="line 2 is no JSON object with 'prompt' and 'answer'"):
-        starter.read_problems(tmp_path / "a.jsonl")
-
-
-ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
-
-
-ANSWERS = [str(i) for i in range(1, 41)]
-
-
-def answers_in(source):
-    return [problem["answer"] for problem in tasks.read_problems(source)]
 
 
 def put_datasets(monkeypatch, **behaviour):
@@ -191,13 +163,13 @@ def put_datasets(monkeypatch, **behaviour):
 
 @pytest.mark.parametrize(
     "source, configuration, split",
-    [("a/b:main", "main", "train"), ("a/b:main:test", "main", "test"), ("a/b::test", None, "test")],
+    [("a/b:main", "main", "train"), ("a/b::test", None, "test")],
 )
 def test_name_of_a_dataset_is_its_configuration_and_split(
     source, configuration, split, monkeypatch
 ):
-    load_dataset = put_datasets(monkeypatch, return_value=ROWS)
-    assert answers_in(source) == ANSWERS
+    load_dataset = put_datasets(monkeypatch, return_value=[GSM8K])
+    assert tasks.read_problems(source)[0]["answer"] == "1,234"
     load_dataset.assert_called_once_with("a/b", configuration, split=split)
 
 
@@ -208,19 +180,17 @@ def test_dataset_that_cannot_be_loaded_costs_one_sentence(monkeypatch):
     with pytest.raises(InputError, match=message) as error:
         tasks.read_problems("a/b.csv")
     assert len(str(error.value)) < 600
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="ModuleNotFoundError: .*datasets"):
-        tasks.read_problems("a/b")
 
 
 def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     (tmp_path / "me" / "sums").mkdir(parents=True)
-    write_jsonl(tmp_path / "me" / "sums" / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "me" / "sums" / "train.jsonl", [GSM8K])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert answers_in("me/sums") == ANSWERS
+    [problem] = tasks.read_problems("me/sums")
+    assert problem["answer"] == "1,234"
 
 
 # From files to a step's prompts
@@ -231,7 +201,7 @@ def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     cfg = SimpleNamespace(task=str(path), eval_file=None, n_eval_problems=7, model_id="none")
     train, held_out = starter.problems_of_files(cfg)
     assert len(train) + len(held_out) == 1000 and 200 < len(held_out) < 300
-    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
+    assert not any(problem in train for problem in held_out)
     assert starter.load_problems(cfg) == starter.Problems(train, held_out[:7])
     cfg.eval_file = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "x", "answer": 1}])
     train, held_out = starter.load_problems(cfg)
@@ -258,9 +228,8 @@ def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_ou
     assert fitting(problems) == ["system:be brief.user:2 + 2?.think", "user:2+2.think"]
     assert "1 of 3 prompts are left out: with max_new_tokens = 14" in capsys.readouterr().out
     tokenizer.chat_template = None
-    for no_limit in (None, -1):
-        text.max_position_embeddings = no_limit
-        assert fitting(problems[1:]) == ["2+2", "2" * 50]
+    text.max_position_embeddings = -1  # no limit
+    assert fitting(problems[1:]) == ["2+2", "2" * 50]
 
 
 def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
@@ -271,5 +240,4 @@ def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
     in_order = sum(steps, [])
     assert sorted(in_order[:10]) == sorted(in_order[10:]) == problems != in_order[:10]
     assert in_order[:10] != in_order[10:]
-    chosen = starter.problems_of_step(["a", "b", "c"], 0, 8, seed=0)
-    assert sorted(map(chosen.count, "abc")) == [2, 3, 3]
+    assert sorted(starter.problems_of_step("ab", 0, 8, seed=0)) == [*"aaaabbbb"]
