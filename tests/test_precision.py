@@ -16,8 +16,8 @@ from lab.crash_test import outcome
 
 
 def run(checkpoint, folder, **changes):
-    changes = dict(precision="fp16", warmup_steps=0, eval_every=6, max_new_tokens=4) | changes
-    return starter.main(**settings(checkpoint, folder / "runs", **changes))["run_folder"]
+    given = settings(checkpoint, folder, precision="fp16", warmup_steps=0, max_new_tokens=4)
+    return starter.main(**given | changes)["run_folder"]
 
 
 def scaler_from(scale):
@@ -26,19 +26,16 @@ def scaler_from(scale):
     return mock.patch.object(torch.amp, "GradScaler", made)
 
 
-def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(
-    checkpoint, tmp_path, capsys
-):
+def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(checkpoint, tmp_path):
     """More of them in a row than other steps that are not finite, which stop a run. The loss scale
     falls at once: a resumed run must not begin with the first one."""
     with scaler_from(2.0**23):
-        folder = run(checkpoint, tmp_path / "whole", n_train_steps=8)
-        printed = capsys.readouterr().out
+        folder = run(checkpoint, tmp_path / "whole/runs", n_train_steps=8)
         for n_train_steps, resume in ((6, None), (8, True)):
-            run(checkpoint, tmp_path / "parts", n_train_steps=n_train_steps, resume=resume)
+            run(checkpoint, tmp_path / "parts/runs", n_train_steps=n_train_steps, resume=resume)
     norms = scalars(folder)["train/grad_norm"].values()
     n_skipped = sum(not math.isfinite(norm) for norm in norms)
-    assert 5 <= n_skipped < 8 and printed.count("is skipped") == n_skipped
+    assert 5 <= n_skipped < 8
     whole, parts = (outcome(tmp_path / name) for name in ("whole", "parts"))
     assert whole["state"]["scaler"]["scale"] == 2.0 ** (23 - n_skipped)
     for name in ("model", "optimizer", "state"):
@@ -73,20 +70,16 @@ def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, has_gpu, has_bf16
 
 
 @pytest.mark.parametrize(
-    "gb, use_kl_penalty, preset, shape, lora_rank",
+    "gb, use_kl_penalty, preset, lora_rank",
     [
-        (8, True, "smollm2", "SmolLM2-135M", 16),
-        (12, True, "smollm2", "SmolLM2-135M", 16),
-        (15, True, "qwen3-0.6b", "Qwen3-0.6B", 16),
-        (24, True, "qwen3-1.7b", "Qwen3-1.7B", 16),
-        (80, False, "qwen3-1.7b", "Qwen3-1.7B", 0),
-        (80, True, "qwen3-1.7b", "Qwen3-1.7B", 16),  # a reference of its own would not fit
-        (96, True, "qwen3-1.7b", "Qwen3-1.7B", 0),
+        (8, True, "smollm2", 16),
+        (15, True, "qwen3-0.6b", 16),
+        (80, False, "qwen3-1.7b", 0),
+        (80, True, "qwen3-1.7b", 16),  # a reference of its own would not fit
+        (96, True, "qwen3-1.7b", 0),
     ],
 )
-def test_card_gets_what_fits_by_the_formula(
-    gb, use_kl_penalty, preset, shape, lora_rank, monkeypatch
-):
+def test_card_gets_what_fits_by_the_formula(gb, use_kl_penalty, preset, lora_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0.98e9 * gb, 1e9 * gb))
     cfg = starter.cfg_with(engine="vllm", precision="bf16", use_kl_penalty=use_kl_penalty)
@@ -94,6 +87,6 @@ def test_card_gets_what_fits_by_the_formula(
     presets.choose(cfg)
     starter.apply_preset(cfg)
     assert (cfg.preset, cfg.lora_rank) == (preset, lora_rank)
-    config = bench.config_of(shape)
+    config = bench.config_of(cfg.model_id.split("/")[1].removesuffix("-Instruct"))
     needed = memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch)
     assert needed <= memory.free_gb(cfg)
