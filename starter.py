@@ -106,11 +106,10 @@ def read_problems(source):
     "answer" a text or a number; other keys are for a reward of your own.
     support/ replaces this function: it reads other files too, and explains what is wrong."""
     problems = []
-    for line in open(source, encoding="utf-8-sig"):
+    for line in filter(str.strip, open(source, encoding="utf-8-sig")):
         try:
             problem = json.loads(line)
-            answer = str(problem["answer"]).strip()
-            problems.append({"prompt": problem["prompt"], **problem, "answer": answer})
+            problems.append({"prompt": problem["prompt"], "answer": problem["answer"], **problem})
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{source} line {len(problems) + 1} is no JSON object with 'prompt' and 'answer' "
@@ -344,8 +343,7 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
         for output in request.outputs:
             ids = list(output.token_ids)
             log_probs = [by_id[token].logprob for token, by_id in zip(ids, output.logprobs)]
-            finished = output.finish_reason == "stop"
-            responses.append(Response(prompt_ids, ids, log_probs, finished))
+            responses.append(Response(prompt_ids, ids, log_probs, output.finish_reason == "stop"))
     return responses
 
 
@@ -359,8 +357,7 @@ def scale_logits(logits, temperature):
 
 
 def draw_from(probs, uniform):
-    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens.
-    support/ replaces this function by one that is faster for large vocabularies."""
+    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens."""
     if probs.device.type != "mps":  # mps has no float64
         probs = probs.double()
     cumulative = probs.cumsum(dim=1)
@@ -446,8 +443,9 @@ def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperat
         log_probs = torch.cat(log_probs, dim=1).tolist()
         for row, i in enumerate(rows):
             n = lengths[row].item()
-            finished = not is_running[row]
-            responses[i] = Response(prompts[i], drawn[row][:n], log_probs[row][:n], finished)
+            responses[i] = Response(
+                prompts[i], drawn[row][:n], log_probs[row][:n], not is_running[row]
+            )
     return responses
 
 
@@ -479,17 +477,18 @@ def normalized_answer(text):
 
 
 def same_answer(answer, gold):
-    """Whether two answers are equal texts, or equal numbers, as "$1,234.50" and "1234.5"."""
-    return normalized_answer(answer) == normalized_answer(gold)
+    """Whether two answers are equal texts, or equal numbers, as "$1,234.50" and "1234.5", but not
+    as "$5" and "5 %"."""
+    if normalized_answer(answer) != normalized_answer(gold):
+        return False
+    units = {*re.findall("[$\u20ac\u00a3%]", answer + gold)}
+    return len(units) < 2 or answer == gold
 
 
 def tagged_answer(text):
-    """The text between the last <answer> and </answer>, or "" where there is none."""
-    head, closed, _ = text.rpartition("</answer>")
-    _, opened, answer = head.rpartition("<answer>")
-    if not closed or not opened:
-        return ""
-    return answer.strip()
+    """The text of the last <answer> that </answer> closes, or "" where there is none."""
+    answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    return "".join(answers[-1:]).strip()
 
 
 def score_answer(response_text, problem):
@@ -1198,12 +1197,13 @@ def train(
     policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
 ):
     """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None is plain
-    GRPO. watch: a function (step, metrics, samples) that looks on, from support/."""
+    GRPO. watch: a function (step, metrics, samples) that looks on, from support/.
+    support/ wraps this function: after an error of the reward it saves a checkpoint."""
 
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems.held_out, cfg)
         log_eval(run, step, metrics)
-        if watch is not None:
+        if watch:
             watch(step, metrics, samples)
         state["after"] = metrics
 
@@ -1283,7 +1283,7 @@ def train(
         state["controller"] = controller.state
         state["scaler"] = scaler.state_dict()
         log_train(run, step, metrics)
-        if watch is not None:
+        if watch:
             watch(step, metrics, (asked, texts, rewards, responses))
         is_last = run.stop or step == cfg.n_train_steps
         if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
@@ -1389,7 +1389,7 @@ def main(
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     ref_model_id=None,  # a teacher as the reference: a folder or name; None: the model as it starts
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
-    kl_estimator="k3",  # the value; "k1", "k2", "k3" have the same gradient; or one of EXACT
+    kl_estimator="k3",  # or "k1", "k2": another value, in "loss" the same gradient; or of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
@@ -1488,7 +1488,7 @@ def main(
         "after": run.state["after"],
         "run_folder": run.folder,
     }
-    if watch is not None:
+    if watch:
         optimizer.state.clear()  # room for a second model
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")

@@ -258,4 +258,6 @@ def as_problem(row):
     is_answer = type(answer) in (str, int, float) and final and "<answer>" not in final
     if not (prompt and is_prompt and is_answer):
         raise ValueError(f"the prompt {prompt!r:.80} has the answer {answer!r:.80}")
-    return {**row, "prompt": prompt, "answer": final}
+    if isinstance(answer, str):  # a number stays one, for a reward of your own
+        answer = final
+    return {**row, "prompt": prompt, "answer": answer}

@@ -86,11 +86,11 @@ def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path):
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n'
         b'{"prompt": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}\n'
-        + json.dumps({"prompt": CHAT, "answer": " 4 ", "question": "?"}).encode()
+        + json.dumps({"prompt": CHAT, "answer": "4", "question": "?"}).encode()
     )
     assert read(path) == [
-        {"prompt": "a", "answer": "12"},
-        {"prompt": "\u00e9\U0001f600", "answer": "0.5", "more": None},
+        {"prompt": "a", "answer": 12},
+        {"prompt": "\u00e9\U0001f600", "answer": 0.5, "more": None},
         {"prompt": CHAT, "answer": "4", "question": "?"},
     ]
 
@@ -105,9 +105,9 @@ MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\
     [
         (GSM8K, WHY, "1,234"),
         (MATH, WHY, r"\frac{1}{\sqrt{2}}"),
-        ({**MATH, "answer": 6}, WHY, "6"),
+        ({**MATH, "answer": 6}, WHY, 6),
         ({"messages": [*CHAT, ANSWER]}, CHAT, "4"),
-        ({"messages": CHAT, "answer": 5}, CHAT, "5"),
+        ({"messages": CHAT, "answer": 5}, CHAT, 5),
     ],
 )  # under the name .json, which is right as long as each line is an object
 def test_columns_of_other_names_are_understood_and_the_first_is_shown(
@@ -205,7 +205,7 @@ def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     assert starter.load_problems(cfg) == starter.Problems(train, held_out[:7])
     cfg.eval_file = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "x", "answer": 1}])
     train, held_out = starter.load_problems(cfg)
-    assert len(train) == 1000 and held_out == [{"prompt": "x", "answer": "1"}]
+    assert len(train) == 1000 and held_out == [{"prompt": "x", "answer": 1}]
 
 
 def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_out(capsys):

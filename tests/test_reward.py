@@ -120,6 +120,7 @@ $ | 5
 y = 4 | x = 4
 x = 4 | 4
 5 km | 5 m
+$5 | 5 %
 5 cents | 5
 3/2 | 1/2
 7:30 | 6:30
@@ -178,6 +179,7 @@ def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
 TAGS = """
 <answer>1</answer><answer>a b</answer> c | 1.0
 <answer>a b</answer>> | 1.0
+<answer>a b</answer> so </answer> | 1.0
 a b | 0.0
 <answer>a b | 0.0
 a b</answer> | 0.0
