@@ -39,12 +39,7 @@ SAME_LINES = [
     {"dynamic_sampling", "off_policy"},
     {"length_reward", "several_rewards"},
 ]
-# Of an advantage and a loss
-PAIRS = [
-    f"{first}+{second}"
-    for first in ("rloo", "maxrl", "length_reward")
-    for second in ("gspo", "cispo", "entropy_bonus")
-]
+TRAINED = [*NAMES, "rloo+cispo"]  # one pair: of an advantage and a loss
 
 
 def git_apply(name, folder):
@@ -99,11 +94,11 @@ def train_twice(names, checkpoint, folder):
 @pytest.fixture(scope="module")
 def outcomes(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
-    calls = [(names, str(checkpoint), str(folder)) for names in NAMES + PAIRS]
-    return dict(zip(NAMES + PAIRS, in_forks("test_recipes", "train_twice", calls, folder)))
+    calls = [(names, str(checkpoint), str(folder)) for names in TRAINED]
+    return dict(zip(TRAINED, in_forks("test_recipes", "train_twice", calls, folder)))
 
 
-@pytest.mark.parametrize("names", NAMES + PAIRS)
+@pytest.mark.parametrize("names", TRAINED)
 def test_recipe_trains_alike_with_and_without_support(names, outcomes):
     assert outcomes[names]["status"] == 0, outcomes[names]["stderr"][-2000:]
 
@@ -304,10 +299,9 @@ def test_off_policy_samples_every_fourth_step(checkpoint, tmp_path):
     assert len({*log["train/reward_mean"].values()}) == 2
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, share):
+def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path):
     module = load("moving_reference", tmp_path)
-    module.REFERENCE_EVERY, module.REFERENCE_SHARE = 2, share
+    module.REFERENCE_EVERY, module.REFERENCE_SHARE = 2, 0.25
     seen = []  # of each step: policy and reference
 
     def keep(policy, rows, cfg, ref_model, *others):
@@ -316,7 +310,7 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path, share)
     at_each_call(module, "grpo_microbatch_step", keep)
     whole_run(module, checkpoint, tmp_path, max_tokens_per_microbatch=10_000)
     for step, ((_, before), (policy, ref)) in enumerate(itertools.pairwise(seen[:6]), 1):
-        moved = before if step % 2 else (1 - share) * before + share * policy
+        moved = before if step % 2 else 0.75 * before + 0.25 * policy
         torch.testing.assert_close(ref, moved)
         assert not policy.equal(before)
 
@@ -405,9 +399,7 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
 
 def test_calculator_answers_arithmetic_and_nothing_else(tmp_path, monkeypatch):
     module = load("multi_turn", tmp_path)
-    step = module.Calculator({}).step
-    with pytest.raises(module.InputError, match="needs support/"):
-        step("<calc>1</calc>")
     monkeypatch.setattr(module, "find_support", lambda: "as if it were there")
+    step = module.Calculator({}).step
     assert step("<calc>12 * (3 + 4)</calc>") == ("84", False) and step("it is 84")[1]
     assert step("<calc>__import__('os')</calc>") == ("not arithmetic", False)
