@@ -3,7 +3,6 @@ torch.cuda and vLLM are stood in for."""
 
 import inspect
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from support import edits, engines
 @pytest.fixture
 def llm(monkeypatch):
     """The class vllm.LLM, beside four GPUs of which the last is current."""
-    vllm = SimpleNamespace(LLM=mock.Mock(), __spec__=object())
+    vllm = mock.Mock(__spec__=object())
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(engines, "ON_CPU", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -60,6 +59,18 @@ def test_vllm_gets_the_current_gpu_and_with_support_gigabytes_for_its_cache(llm)
     assert options["kv_cache_memory_bytes"] == 12 * 10**9
 
 
+def test_engine_that_does_not_start_says_how_to_go_on(llm):
+    llm.side_effect = ValueError("no kernels for this card")
+    with pytest.raises(starter.RunStopped, match="no kernels .* --engine transformers"):
+        engines.init_vllm("model", 0, 128, 0.2, "fp16")
+
+
+def test_rollout_refuses_an_engine_that_keeps_its_prefix_cache(llm):
+    llm.reset_prefix_cache.return_value = False
+    with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
+        starter.rollout_with_vllm(llm, [[1]], starter.cfg_with(stop_token_ids=[2]), 0, 1, 1.0)
+
+
 @needs_vllm
 def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm import LLM
@@ -76,9 +87,8 @@ def test_every_tensor_of_a_step_is_on_the_policys_device():
     with torch.device("meta"):
         policy = Qwen3ForCausalLM(bench.config_of("small"))
     responses = [starter.Response([1, 2], [3] * n, [-1.0] * n, True) for n in (1, 4)]
-    for advantages in (torch.ones(2), torch.ones(2, 4)):
-        batch = starter.make_batch(responses, advantages, policy.device)
-        assert {tensor.device.type for tensor in batch.values()} == {"meta"}
+    batch = starter.make_batch(responses, torch.ones(2), policy.device)
+    assert {tensor.device.type for tensor in batch.values()} == {"meta"}
     ids = torch.ones(2, 2, dtype=torch.long, device="meta")
     cache = None
     for _ in range(3):
