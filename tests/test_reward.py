@@ -30,8 +30,7 @@ def reward_of(text, **problem):
 
 def test_first_scorer_that_a_problem_asks_for_scores_it():
     assert reward_of("3*5+7", **COUNTDOWN, last_number=True, answer="7") == 1.0
-    for problem in ({"numbers": None}, {"last_number": None}, {"numbers": [1, 2]}):
-        assert reward_of("7", answer="7", **problem) == 1.0  # not score_countdown's
+    assert reward_of("7", answer="7", numbers=[1, 2]) == 1.0  # not score_countdown's
 
 
 def rows_of(table):
@@ -135,11 +134,8 @@ def test_equal_answers_solve(answer, gold):
     assert reward_of(answer, answer=gold) == reward_of(gold, answer=answer) == 1.0
 
 
-LONG = "5" + " " * 2000 + "or 6"
-
-
 @pytest.mark.parametrize(
-    "answer, gold", [*rows_of(DIFFERENT), (LONG, "5"), ("1" * 100_000, "5"), ("a " * 50_000, "a")]
+    "answer, gold", [*rows_of(DIFFERENT), ("1" * 100_000, "5"), ("a " * 50_000, "a")]
 )
 def test_different_answers_do_not_solve(answer, gold):
     assert reward_of(answer, answer=gold) == 0.1 and not starter.same_answer(gold, answer)
@@ -162,16 +158,9 @@ first 67, no: 68! | 1
 1,068 | 0
 <answer>68</answer> 1 | 0
 """
-LONG_TEXTS = {
-    "68\n": 1,
-    "x" * 500 + " 68": 1,
-    "1 " * 500 + "68": 1,
-    "6" * 500 + "68": 0,
-    "168 " + "x" * 197: 0,
-}
 
 
-@pytest.mark.parametrize("text, reward", [*rows_of(LAST_NUMBERS), *LONG_TEXTS.items()])
+@pytest.mark.parametrize("text, reward", rows_of(LAST_NUMBERS))
 def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
     assert tasks.score_answer(text, LAST_NUMBER) == float(reward)
 
@@ -193,21 +182,18 @@ def test_tags_must_be_there_and_the_last_pair_counts(text, reward):
     assert tasks.score_answer(text, TEXT) == float(reward)
 
 
-PIECES = strategies.text(max_size=9) | strategies.sampled_from(
-    ["<answer>", "</answer>", *"3579012+-*/()[] \n.,$_\0", "**", "1,234.5", "a b", "e9", "9" * 9]
-    + ["__import__('os').abort()", "22j", "x = ", "%", "\u0663", "\uff13", "\u00b2", "\u2212"]
-    + ["\u3000", "\ud800", "\U0001f600", "\U0001d7db"]
-)
-TIMES = strategies.sampled_from([1, 1, 1, 2, 60, 250, 10**4])
+PIECES = """<answer> </answer> 3 5 7 90 1,234.5 + - * / ** ( ) [ ] . $ % = x e9 22j a b
+999999999 __import__('os').abort() \0 \u0663 \uff13 \u00b2 \u2212 \ud800 \U0001f600 \U0001d7db"""
+PIECE = strategies.text(max_size=9) | strategies.sampled_from(PIECES.split(" "))
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=100)
-@hypothesis.given(strategies.lists(strategies.tuples(PIECES, TIMES), max_size=12))
-@hypothesis.example([("(", 200)])  # deep nesting
-@hypothesis.example([("9**", 66), ("9", 1)])  # a huge power
-@hypothesis.example([("1", 10**6)])  # a huge number
-def test_reward_of_any_text_is_a_number(pieces):
-    text = "".join(piece * times for piece, times in pieces)
+@hypothesis.given(strategies.lists(PIECE, max_size=12), strategies.sampled_from([1, 250]))
+@hypothesis.example(["("], 200)  # deep nesting
+@hypothesis.example(["9**9**9"], 20)  # a huge power
+@hypothesis.example(["1"], 10**6)  # a huge number
+def test_reward_of_any_text_is_a_number(pieces, times):
+    text = "".join(pieces) * times
     for problem in (COUNTDOWN, TEXT, LAST_NUMBER):
         for whole in (text, f"<answer>{text}</answer>"):
             assert tasks.score_answer(whole, problem) in (0.0, 0.1, 1.0)
@@ -267,18 +253,16 @@ def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(mo
     assert max(most) == 2 and len(loops) == 1
 
 
-@pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
+def test_response_that_is_not_scored_leaves_its_group():
     rewards.attach()
 
     def advantages(*numbers):
-        numbers = torch.tensor(numbers)
-        return starter.compute_group_normalized_advantages(numbers, 3, 1e-6, normalize_by_std)
+        return starter.compute_group_normalized_advantages(torch.tensor(numbers), 3, 1e-6, True)
 
     nan = math.nan
     found, metadata = advantages(1.0, nan, 0.2, 0.5, 0.5, 0.2, nan, 0.7, nan)
-    two = advantages_by_loops([1.0, 0.2], 2, 1e-6, normalize_by_std)
-    three = advantages_by_loops([0.5, 0.5, 0.2], 3, 1e-6, normalize_by_std)
+    two = advantages_by_loops([1.0, 0.2], 2, 1e-6, True)
+    three = advantages_by_loops([0.5, 0.5, 0.2], 3, 1e-6, True)
     assert found.tolist() == pytest.approx([two[0], 0, two[1], *three, 0, 0, 0], abs=1e-5)
     assert metadata["unscored_frac"] == pytest.approx(3 / 9)
     assert metadata["reward_mean"] == pytest.approx((0.6 + 0.4) / 2)
