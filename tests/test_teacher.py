@@ -28,18 +28,23 @@ def log_probs_of(model, ids):
     return model(input_ids=torch.tensor([ids])).logits[0, -1, :V].log_softmax(dim=0)
 
 
+def kl(log_p, log_q, is_forward):
+    if is_forward:
+        log_p, log_q = log_q, log_p
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
 def divergence_by_enumeration(policy, teacher, kind):
     """Of responses of two tokens: the KL over whole responses, or the sum of those at each state
     that the policy visits, in which the visits have no gradient."""
-    log_p, log_q = log_probs_of(policy, PROMPT), log_probs_of(teacher, PROMPT)
-    visits = log_p.exp() if kind == "sequence" else log_p.exp().detach()
-    log_ps = torch.stack([log_probs_of(policy, [*PROMPT, token]) for token in range(V)])
-    log_qs = torch.stack([log_probs_of(teacher, [*PROMPT, token]) for token in range(V)])
-    if kind == "forward":
-        log_p, log_q, log_ps, log_qs = log_q, log_p, log_qs, log_ps
-    first = (log_p.exp() * (log_p - log_q)).sum()
-    second = (log_ps.exp() * (log_ps - log_qs)).sum(dim=1)
-    return first + (visits * second).sum()
+    visits = log_probs_of(policy, PROMPT).exp()
+    if kind != "sequence":
+        visits = visits.detach()
+    first, *second = (
+        kl(log_probs_of(policy, ids), log_probs_of(teacher, ids), kind == "forward")
+        for ids in [PROMPT, *([*PROMPT, token] for token in range(V))]
+    )
+    return first + (visits * torch.stack(second)).sum()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +109,6 @@ def test_run_without_a_reward_follows_its_teacher_and_names_it(
     out = capsys.readouterr().out
     assert f"KL(policy || {teacher})" in out
     assert "all rewards" not in out and "the policy drifts" not in out
-    resumed = dict(resume=result["run_folder"], n_train_steps=9)
-    run(checkpoint, tmp_path, save_checkpoint(tmp_path / "other"), **resumed)
-    assert f"ref_model_id was {str(teacher)!r}, now it is" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -118,14 +120,10 @@ def test_reference_of_adapters_is_the_teacher_in_16_bits_and_not_their_base(
     assert kl_to_teacher(result)[0] > 0.01  # to their base it is 0 in the first step
 
 
-def test_teacher_with_other_tokens_is_refused_whatever_their_number(checkpoint, teacher, tmp_path):
-    tokenizer = (teacher / "tokenizer.json").read_text("utf-8")
+def test_teacher_with_as_many_other_tokens_is_refused(checkpoint, tmp_path):
     other = save_checkpoint(tmp_path / "other")
-    assert tokenizer.count('"a": ') == tokenizer.count('"b": ') == 1
-    swapped = (
-        tokenizer.replace('"a": ', '"?": ').replace('"b": ', '"a": ').replace('"?": ', '"b": ')
-    )
-    (other / "tokenizer.json").write_text(swapped, "utf-8")
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text("utf-8").replace('"a": ', '"\u00e4": '), "utf-8")
     with pytest.raises(InputError, match="has other tokens than the policy"):
         run(checkpoint, tmp_path, other)
 
