@@ -192,6 +192,7 @@ PIECE = strategies.text(max_size=9) | strategies.sampled_from(PIECES.split(" "))
 @hypothesis.example(["("], 200)  # deep nesting
 @hypothesis.example(["9**9**9"], 20)  # a huge power
 @hypothesis.example(["1"], 10**6)  # a huge number
+@hypothesis.example(["22j"], 1)  # a number of another kind
 def test_reward_of_any_text_is_a_number(pieces, times):
     text = "".join(pieces) * times
     for problem in (COUNTDOWN, TEXT, LAST_NUMBER):
