@@ -1,14 +1,13 @@
 """Tokens at the ends of prompts and responses. Each case is the built-in model with another
 tokenizer, which must solve what it solves as it is shipped."""
 
-import importlib.util
 import json
 import shutil
 
 import pytest
 
 import starter
-from support import rules, tasks
+from support import rules, tasks, tokens
 
 from conftest import make_tokenizer, settings, small_sums
 from tokenizers.processors import TemplateProcessing
@@ -37,16 +36,6 @@ def end_of_turn_stands_apart(tokenizer):
     return eos_ends_a_document(tokenizer)
 
 
-def eos_ends_each_text(tokenizer):
-    """Without a template the prompts are its texts."""
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
-    )
-    tokenizer.chat_template = None
-    assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id
-    return {}
-
-
 def bos_is_not_in_the_template(tokenizer):
     tokenizer.bos_token = "<|pad|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -59,7 +48,6 @@ CASES = {
     tags_are_special: "stop tokens: ['<|end|>']",
     eos_ends_a_document: "stop tokens: ['<|end|>', '<unk>']",
     end_of_turn_stands_apart: "stop tokens: ['<|end|>', '<unk>']",
-    eos_ends_each_text: "stop tokens: ['<|end|>']",
     bos_is_not_in_the_template: "stop tokens: ['<|end|>']",
 }
 
@@ -75,47 +63,40 @@ def changed_model(folder, change):
     return str(model), tokenizer
 
 
-def before_training(folder, change, engine):
-    template = make_tokenizer().chat_template
-    model, tokenizer = changed_model(folder, change)
+def before_training(folder, change):
+    model, _ = changed_model(folder, change)
 
     def task(cfg):
         problems = tasks.make_countdown(25, True, 0, **tasks.SMALL_COUNTDOWN)
-        if tokenizer.chat_template is None:
-            for problem in problems:
-                chat = [{"role": "user", "content": problem["prompt"]}]
-                problem["prompt"] = make_tokenizer().apply_chat_template(
-                    chat, chat_template=template, tokenize=False, add_generation_prompt=True
-                )
         return problems[:5], problems[5:]
 
-    given = dict(preset="tiny", model_id=model, task=task, n_train_steps=0, engine=engine)
+    given = dict(preset="tiny", model_id=model, task=task, n_train_steps=0, engine="transformers")
     result = starter.main(**given, device="cpu", precision="float32", out_dir=folder / "runs")
     return result["before"]["solved"], result["before"]["response_length"]
 
 
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
-
-
-@pytest.fixture(
-    scope="module",
-    params=["transformers", pytest.param("vllm", marks=[pytest.mark.slow, needs_vllm])],
-)
-def engine(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def expected(engine, tmp_path_factory):
-    solved, length = before_training(tmp_path_factory.mktemp("shipped"), as_shipped, engine)
+def expected(tmp_path_factory):
+    solved, length = before_training(tmp_path_factory.mktemp("shipped"), as_shipped)
     assert solved > 0.2
     return solved, length
 
 
 @pytest.mark.parametrize("change", CASES)
-def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, engine, change):
-    assert before_training(tmp_path, change, engine) == expected
+def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, change):
+    assert before_training(tmp_path, change) == expected
     assert CASES[change] in capsys.readouterr().out
+
+
+def test_eos_that_a_tokenizer_puts_after_each_text_is_not_in_the_prompt():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    expected = tokens.ids_of_prompt("1", tokenizer, False)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
+    )
+    assert tokenizer("1")["input_ids"] == [*expected, tokenizer.eos_token_id]
+    assert tokens.ids_of_prompt("1", tokenizer, False) == expected
 
 
 # Rules of published chat templates: Gemma 2 and Mistral, Phi-3, Llama 3
@@ -165,13 +146,9 @@ def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == DATED
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"temperature": 0.9, "top_p": 0.6, "max_length": 4096}, {"pad_token_id": -1}],
-    ids=["Vicuna 1.5", "padding"],
-)
-def test_model_with_an_invalid_generation_config_is_saved(tmp_path, given):
-    model, _ = changed_model(tmp_path, lambda tokenizer: given)
+def test_model_with_an_invalid_generation_config_is_saved(tmp_path):
+    """As of Vicuna 1.5."""
+    model, _ = changed_model(tmp_path, lambda tokenizer: {"temperature": 0.9, "top_p": 0.6})
     result = starter.main(**settings(model, tmp_path / "runs", n_train_steps=1))
     saved = json.loads((result["run_folder"] / "model" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == make_tokenizer().eos_token_id and "top_p" not in saved
