@@ -54,10 +54,6 @@ def make_trainer(
         num_generations=4,
         max_completion_length=8,
         logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
         lr_scheduler_type="constant",
     )
     owner = trl if plain else trl_kl
@@ -102,7 +98,6 @@ def test_options_have_the_defaults_of_starter():
 @pytest.mark.parametrize(
     "options, named",
     [
-        (dict(beta=0.0, kl_adaptation_method="clip"), "beta = 0.0"),
         (dict(loss_type="cispo", kl_adaptation_method="clip"), "loss_type = 'cispo'"),
         (IN_REWARD | dict(importance_sampling_level="sequence"), "'loss_to_go'"),
         (dict(kl_gradient="as_written"), "use_bias_correction_kl = False"),
@@ -264,7 +259,6 @@ def test_kl_in_the_reward_trains_and_a_resumed_run_has_the_same_beta_path(checkp
         kl_adaptation_method="target_sound",
         kl_target=0.02,
         save_steps=3,
-        save_strategy="steps",
         per_device_eval_batch_size=16,
         **IN_REWARD,
     )

@@ -1,6 +1,5 @@
 """Each recipe fits starter.py, computes its formula (loops in float64), and trains."""
 
-import importlib.util
 import itertools
 import math
 import random
@@ -29,7 +28,6 @@ import starter
 from support import engines
 
 pytestmark = pytest.mark.slow  # an edit of lines that a recipe changes is stopped by CI only
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="not installed")
 RECIPES = REPOSITORY / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 TEXT = (REPOSITORY / "starter.py").read_text("utf-8")
@@ -91,16 +89,11 @@ def train_twice(names, checkpoint, folder):
     assert max(logs[0]["train/grad_norm"].values()) > 0
 
 
-@pytest.fixture(scope="module")
-def outcomes(checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recipes")
-    calls = [(names, str(checkpoint), str(folder)) for names in TRAINED]
-    return dict(zip(TRAINED, in_forks("test_recipes", "train_twice", calls, folder)))
-
-
-@pytest.mark.parametrize("names", TRAINED)
-def test_recipe_trains_alike_with_and_without_support(names, outcomes):
-    assert outcomes[names]["status"] == 0, outcomes[names]["stderr"][-2000:]
+def test_recipes_train_alike_with_and_without_support(checkpoint, tmp_path):
+    calls = [(names, str(checkpoint), str(tmp_path)) for names in TRAINED]
+    outcomes = in_forks("test_recipes", "train_twice", calls, tmp_path)
+    failed = {n: x["stderr"][-2000:] for n, x in zip(TRAINED, outcomes) if x["status"]}
+    assert not failed
 
 
 # Rewards and advantages
@@ -335,13 +328,14 @@ def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path)
 # Rollouts
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=needs_vllm)])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, engine):
     """One of a single token, one of two, and one of a token's beginning."""
     module = load("stop_strings", tmp_path)
     model, tokenizer = module.init_policy(checkpoint, "cpu")
     cfg = module.cfg_with(max_new_tokens=20, precision="float32", stop_token_ids=[1, 9])
     if engine == "vllm":
+        pytest.importorskip("vllm")
         engines.attach()
         model = starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")
     given = model, [[7, 8], [9, 10, 11]], cfg, 3, 16
