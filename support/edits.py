@@ -39,23 +39,20 @@ def is_shipped(name):
 
 def restore():
     """Gives starter.py its own functions back."""
-    for name, function in OWN.items():
-        setattr(starter, name, function)
+    vars(starter).update(OWN)
     OWN.clear()
 
 
 def replace(**functions):
     """Each takes the place of the function of this name in starter.py, unless that was edited."""
-    for name, function in functions.items():
-        if is_shipped(name):
-            wrap(**{name: function})
+    wrap(**{name: functions[name] for name in functions if is_shipped(name)})
 
 
 def wrap(**functions):
     """Each takes the place of the function of this name, which it calls, edited or not."""
-    for name, function in functions.items():
+    for name in functions:
         OWN.setdefault(name, getattr(starter, name))
-        setattr(starter, name, function)
+    vars(starter).update(functions)
 
 
 def log_edits(cfg):
