@@ -131,8 +131,8 @@ def step_in_parts(step, policy, rows, n, *others):
     loss = 0.0
     means = {}
     old_log_probs = []
-    for start in range(0, len(mask), n):
-        part = starter.keep_rows(rows, slice(start, start + n))
+    for indices in torch.arange(len(mask)).split(n):
+        part = starter.keep_rows(rows, indices)
         part_loss, part_means = step(policy, part, *others)
         loss += part_loss
         starter.add_scaled(means, part_means, part["response_mask"].sum() / mask.sum())
@@ -146,8 +146,8 @@ def attach(run):
     step so far are repeated in smaller parts. Later ones are cut so from the start, also after a
     resume, so that it gives the same bits."""
     cfg = run.cfg
-    most = run.state.get("max_tokens", cfg.max_tokens_per_microbatch)
-    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+    of_state = run.state.get("max_tokens", math.inf)
+    cfg.max_tokens_per_microbatch = min(of_state, cfg.max_tokens_per_microbatch)
     step = starter.grpo_microbatch_step
     done = []  # microbatches whose gradients the policy holds
 

@@ -51,25 +51,23 @@ def random_countdown(rng, n_numbers, max_number):
 
 
 def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=COUNTDOWN_PROMPT):
-    """Returns n problems, each of one of n_numbers many numbers. Held-out problems all differ, so
-    that their count is the sample size of the reported interval."""
+    """Returns n problems, or as many as there are, each of one of n_numbers many numbers. Held-out
+    problems all differ, so that their count is the sample size of the reported interval."""
     rng = random.Random(f"{seed} {held_out}")
-    problems, seen = [], set()
+    problems, seen = [], []
     for _ in range(100_000 + 100 * n):  # one in 30 tries fits, or more
-        if len(problems) == n:
-            return problems
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
-        key = (sorted(numbers), target)
-        is_new = not held_out or str(key) not in seen
-        if 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out and is_new:
-            seen.add(str(key))
+        key = sorted(numbers), target
+        on_this_side = 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out
+        if on_this_side and not (held_out and key in seen):
+            seen.append(key)
             text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
             problems.append(
                 {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
             )
-    raise InputError(
-        f"n_eval_problems = {n}: there are about {len(problems)} such Countdown problems; use fewer"
-    )
+        if len(problems) == n:
+            break
+    return problems
 
 
 def countdown_problems(cfg, **kind):

@@ -49,9 +49,14 @@ def test_countdown_problems_stay_those_that_the_built_in_model_was_measured_on()
     assert (second["prompt"], second["solution"]) == ("make 8: 2 4", "4*2")
 
 
-def test_countdown_refuses_more_held_out_problems_than_there_are():
-    with pytest.raises(InputError, match="n_eval_problems = 40: there are about"):
-        tasks.make_countdown(40, True, 0, n_numbers=(2,), max_number=2)
+def test_countdown_holds_out_as_many_problems_as_there_are():
+    """From 1 and 2: 1 + 1, 1 * 1, 1 + 2, 2 - 1, 1 * 2, 2 + 2 and 2 / 2, of those held out."""
+    possible = [([1, 1], 2), ([1, 1], 1), ([1, 2], 3), ([1, 2], 1), ([1, 2], 2), ([2, 2], 4)]
+    possible.append(([2, 2], 1))
+    found = tasks.make_countdown(40, True, 0, n_numbers=(2,), max_number=2)
+    of_hand = [list(key_of(problem)) for problem in found]
+    expected = [[tuple(a), b] for a, b in possible if starter.is_held_out(a, b)]
+    assert sorted(of_hand) == sorted(expected) != []
 
 
 def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
