@@ -155,7 +155,7 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
 
 
 def test_name_of_no_task_and_no_file_gets_the_nearest():
-    with pytest.raises(InputError, match="'countdwon' is no task.*did you mean 'countdown'?"):
+    with pytest.raises(InputError, match="'countdwon' is no task.*use one of \\['countdown'"):
         tasks.read_problems("countdwon")
 
 

@@ -27,15 +27,14 @@ def finished(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("has_reference", [True, False])
-def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint, monkeypatch, has_reference):
+def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint, has_reference):
     policy, start = (starter.init_policy(checkpoint, "cpu")[0] for _ in range(2))
     for parameter in policy.parameters():  # the head's, too
         parameter.data.mul_(1.1)
     responses = make_responses([3, 2])
-    monkeypatch.setattr(starter, "rollout", lambda *given: responses)
-    problems = [{"prompt_ids": response.prompt_ids} for response in responses]
     cfg = starter.cfg_with(**settings(checkpoint, "", temperature=0.7, max_tokens_per_microbatch=5))
-    measured = report.measure_kl(policy, start if has_reference else None, None, problems, cfg)
+    reference = start if has_reference else None
+    measured = report.measure_kl(policy, reference, responses, cfg, "float32")
     expected = []
     for prompt_ids, ids, *_ in responses:
         log_probs = []
@@ -78,9 +77,9 @@ def test_picture_shows_what_was_measured(finished):
     assert (folder / "curve.png").is_file()
     logged = scalars(folder)
     lines = [line for panel in figure.axes for line in panel.lines]
+    names = ["reward", "solved", "other_skills", "kl_per_token"]
     assert {line.get_label(): list(line.get_ydata()) for line in lines} == {
-        tag.rpartition("/")[2]: list(logged[tag].values())
-        for tag in ("train/reward_mean", "eval/solved", "eval/retention_sort", "train/kl_per_token")
+        f"0_headline/{name}": list(logged[f"0_headline/{name}"].values()) for name in names
     }
 
 
