@@ -4,20 +4,14 @@ signs of trouble, and ends the run after Ctrl-C. Nothing here enters a sample, a
 
 import contextlib
 import math
+import shutil
 import signal
-import textwrap
 import threading
-from pathlib import Path
 
 import torch
 
 import starter
 from support import edits, gpu, lora, ranks, report, steps
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock
-    fcntl = None
 
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
 # and the signal handlers, which close() puts back
@@ -37,12 +31,16 @@ def lock(run):
     """Raises InputError where another process is at work in the run's folder. Whatever an earlier
     run of this process held is given back."""
     close()
-    if ranks.RANK or not fcntl or not run.folder.is_dir():
+    if ranks.RANK or not run.folder.is_dir():
+        return
+    try:
+        import fcntl
+    except ImportError:  # Windows: no lock
         return
     file = HELD.enter_context(open(run.folder / ".lock", "ab"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except BlockingIOError:
         raise starter.InputError(
             f"{run.folder} is in use by another process; wait until it ends, or do not resume"
         ) from None
@@ -58,8 +56,8 @@ class Guards:
         self.signal = 0  # the number of the first one that this process got
         lock(run)
         if run.writes_files:
-            kept = run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
-            kept.write_bytes(Path(starter.__file__).read_bytes())
+            name = f"starter_from_step_{run.state['step'] + 1}.py"
+            shutil.copyfile(starter.__file__, run.folder / name)
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -78,7 +76,7 @@ class Guards:
         print(f"\n{signal.Signals(number).name}: stopping after this step; again: now", flush=True)
 
     def __call__(self, step, metrics, samples):
-        state, cfg = self.run.state, self.run.cfg
+        state = self.run.state
         if "solved" in metrics:
             self.log_evaluation(step, metrics, samples)
             signs = evaluation_signs(metrics, state)
@@ -87,7 +85,7 @@ class Guards:
             steps.after_step(self.run, step, metrics, samples)
             update_state(step, metrics, state)
             self.log_step(step, metrics)
-            signs = step_signs(step, metrics, samples, state, cfg)
+            signs = step_signs(step, metrics, samples, state, self.run.cfg)
         warned = state.setdefault("warned", [])
         for sign, text in signs:
             if sign not in warned:
@@ -95,23 +93,13 @@ class Guards:
                 warned.append(sign)
 
     def log_evaluation(self, step, metrics, samples):
-        run = self.run
-        if not run.writes_files:
-            return
         numbers = {"0_headline/solved": metrics["solved"]}
         skills = [value for name, value in metrics.items() if name.startswith("retention_")]
         if skills:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
-        run.log("eval", numbers, step)
+        self.run.log("eval", numbers, step)
         problem, text, reward = samples[0]
         print(f"Sample: {str(problem['prompt'])[-100:]!r} -> {text!r:.300}, reward {reward:g}")
-        for i, (problem, text, reward) in enumerate(samples[:3]):
-            sample = (
-                f"prompt: {problem['prompt']}\nresponse: {text}\nreward: {reward:g}\n"
-                f"expected answer: {problem.get('answer', problem.get('target'))}"
-            )
-            sample = textwrap.indent(sample, "    ")  # so that nothing is taken for markup
-            run.writer.add_text(f"samples/held_out_{i}", sample, step)
 
     def log_step(self, step, metrics):
         run = self.run
@@ -157,7 +145,7 @@ def update_state(step, metrics, state):
     if math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1:
         return  # an overflow of fp16: the next loss is scaled less
     skipped.append(step)
-    if skipped[-5:] == list(range(step - 4, step + 1)):
+    if skipped[-5:-4] == [step - 4]:
         raise starter.RunStopped(
             "5 steps in a row had a loss or gradient that is not finite; mend a reward of nan or "
             "inf, or lower learning_rate"
@@ -168,20 +156,13 @@ def step_signs(step, metrics, samples, state, cfg):
     """Yields (sign, text) of what is wrong after a step."""
     problems, texts, _, _ = samples
     n_equal = state["n_equal"]
-    if cfg.reward is None:  # nothing is said of rewards
-        n_equal = 1
-    has_own_reward = cfg.reward is not starter.reward_fn or not edits.is_shipped("reward_fn")
-    asks_for_tags = not has_own_reward and "last_number" not in problems[0]
+    has_shipped_reward = cfg.reward is starter.reward_fn and edits.is_shipped("reward_fn")
+    asks_for_tags = has_shipped_reward and "last_number" not in problems[0]
     if step == 1 and cfg.engine == "transformers":
-        diff = metrics["sampler_logprob_diff"]
-        try:
-            starter.check_sampler(diff, step, 0.0, cfg)  # as if step 1 had been exact
-        except starter.RunStopped:
-            yield (
-                "sampler",
-                f"sampler and trainer differ by {diff:.2g} nats per token, more than by rounding: "
-                "tokens are drawn by other probabilities than they are scored by",
-            )
+        try:  # as if step 1 had been exact
+            starter.check_sampler(metrics["sampler_logprob_diff"], step, 0.0, cfg)
+        except starter.RunStopped as error:
+            yield "sampler", str(error)
     if metrics["grad_norm"] == 0 and n_equal == 0:
         yield (
             "cut gradient",
@@ -202,11 +183,11 @@ def step_signs(step, metrics, samples, state, cfg):
             'it; ask for these tags in the prompts, or add "last_number": true to each line of a '
             "JSONL file, which needs no tags, or give a reward of your own",
         )
-    elif n_equal == 5:
+    elif n_equal == 5 and cfg.reward is not None:
         yield (
             "flat",
             "for 5 steps all rewards of each group have been equal, so that nothing was learnt; "
-            "look at the samples (TensorBoard, Text): the task may be too hard or too easy, the "
+            "look at the samples in steps.html: the task may be too hard or too easy, the "
             "reward the same for every response, or learning_rate too high",
         )
 
