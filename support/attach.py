@@ -11,7 +11,16 @@ def check_settings(cfg):
     edits.restore()
     edits.wrap(score_answer=tasks.score_answer)
     rewards.attach()
-    rules.attach()
+    edits.replace(
+        check_known=rules.check_known,
+        init_policy=rules.init_policy,
+        read_problems=tasks.read_problems,
+        find_stop_tokens=tokens.find_stop_tokens,
+        ids_of_prompt=tokens.ids_of_prompt,
+        # For any run, so that it may go on with another number of processes
+        checkpoint_of=checkpoints.checkpoint_of,
+        load_checkpoint=checkpoints.load_checkpoint,
+    )
     presets.choose(cfg)
     rules.check_kinds(cfg)
 
@@ -24,7 +33,7 @@ def check(run):
     rules.check_settings(cfg)
     kl_checks.check_kl(cfg)
     for name in ("model_id", "ref_model_id"):
-        if str(getattr(cfg, name)) == "tiny":
+        if getattr(cfg, name) == "tiny":
             setattr(cfg, name, tasks.TINY)
     guards.lock(run)
     rules.check_resume(run)
@@ -33,20 +42,12 @@ def check(run):
         memory.check_fits(cfg)
     if cfg.engine == "vllm" or cfg.device.type == "cuda":
         engines.attach()
-    edits.replace(
-        read_problems=tasks.read_problems,
-        find_stop_tokens=tokens.find_stop_tokens,
-        ids_of_prompt=tokens.ids_of_prompt,
-        # For any run, so that it may go on with another number of processes
-        checkpoint_of=checkpoints.checkpoint_of,
-        load_checkpoint=checkpoints.load_checkpoint,
-    )
 
 
 def prepare(policy, ref_model, tokenizer, problems, cfg):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference: without a teacher, and with LoRA, the policy without its adapters."""
-    cfg.sources = rules.sources_of(policy, problems, cfg)
+    rules.note_changed_sources(policy, ref_model, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
@@ -70,7 +71,6 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
 
 def watch(run):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
-    rules.note_changed_sources(run)
     if ranks.WORLD == 1:  # several processes would wait for each other
         memory.attach(run)
         edits.wrap(train=rewards.train)

@@ -13,6 +13,8 @@ def check_kl(cfg):
             f"kl_coef = {cfg.kl_coef!r} penalises nothing; use a number above 0, or "
             "use_kl_penalty = False"
         )
+    for rule in {"dynamic", "target"}.intersection(cfg.kl_adaptation_method.split("+")):
+        print(f"README_KL.md advises against {rule}; use kl_adaptation_method = '{rule}_sound'")
     fault = fault_of(cfg)
     if fault and not cfg.reproduce_paper:
         raise InputError(f"{fault}, or reproduce_paper = True to run it anyway")

@@ -17,6 +17,7 @@ import zlib
 from datetime import datetime
 from pathlib import Path
 
+from torch.nn import ModuleList
 from transformers import GenerationConfig
 
 import starter
@@ -25,7 +26,7 @@ from support import edits, rewards
 
 # 1. Parameters
 
-KINDS = {bool: "True or False", int: "an int", float: "a float"}
+KINDS = {bool: [bool], int: [int], float: [int, float]}  # of a default: of a value
 # Below these, training would go wrong in silence
 SMALLEST = {"epochs_per_rollout": 1, "importance_cap": 1, "kl_ratio_cap": 1, "max_grad_norm": 1e-9}
 # What only a rule of kl_adaptation_method reads
@@ -36,11 +37,9 @@ OF_A_RULE = set(
 
 
 def nearest(value, options):
-    """Returns a remedy: the option with a near spelling, or all."""
-    near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.7)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"use one of {sorted(options)}"
+    """Returns a remedy: the options with a near spelling, or all."""
+    near = difflib.get_close_matches(str(value), options)
+    return f"use one of {near or sorted(options)}"
 
 
 def check_known(name, value, options):
@@ -58,16 +57,16 @@ def check_kinds(cfg):
     given = {}
     for name, default in vars(starter.cfg_with()).items():
         value = getattr(cfg, name)
-        if value != default or f"--{name}" in typed:
-            given[name] = value
-            check_is_read(name, value, cfg)
-        if value == default or name == "clip_range":  # which may be two numbers
+        if value == default and f"--{name}" not in typed:
             continue
+        given[name] = value
+        check_is_read(name, value, cfg)
         example = preset.get(name, default)
-        kind = type(example)
-        is_of_kind = type(value) is kind or (kind is float and type(value) is int)
-        if kind in KINDS and not is_of_kind:
-            raise InputError(f"{name} = {value!r:.200} must be {KINDS[kind]}, such as {example!r}")
+        kinds = KINDS.get(type(example))
+        if kinds and type(value) not in kinds and name != "clip_range":  # may be two numbers
+            raise InputError(
+                f"{name} = {value!r:.200} must be {kinds[-1].__name__}, such as {example!r}"
+            )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
     print(f"given: {given}")
@@ -75,7 +74,7 @@ def check_kinds(cfg):
 
 def check_is_read(name, value, cfg):
     """Raises InputError for a setting of the KL penalty that changes nothing."""
-    of_kl = name in OF_A_RULE or name.startswith("kl_") or name == "ref_model_id"
+    of_kl = name in OF_A_RULE or re.match("kl_|ref_model_id", name)
     is_alone = name == "reward" and value is None  # as the KL term is then
     if not cfg.use_kl_penalty and (of_kl or is_alone):
         remedy = "use_kl_penalty = True"
@@ -87,8 +86,8 @@ def check_is_read(name, value, cfg):
 
 
 def check_settings(cfg):
-    """Raises InputError for settings that do not fit together, or name what cannot be used. Comes
-    after presets are applied, and before anything is loaded."""
+    """Raises InputError for settings that do not fit together, or name what cannot be used. Says
+    what is often a mistake. Comes after presets are applied, and before anything is loaded."""
     if cfg.eval_file is not None and cfg.task in starter.TASKS:
         raise InputError(
             f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a file "
@@ -104,11 +103,6 @@ def check_settings(cfg):
             f"model_id = {str(cfg.model_id)!r} holds LoRA adapters; merge them into their model "
             "with peft's merge_and_unload(), and give the folder where you save that"
         )
-    note_on_rate(cfg)
-
-
-def note_on_rate(cfg):
-    """Says where the learning rate was found for another model, or not for adapters."""
     preset = starter.PRESETS[cfg.preset]
     is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id")
     if is_other and cfg.learning_rate == preset.get("learning_rate"):
@@ -116,6 +110,8 @@ def note_on_rate(cfg):
             f"learning_rate = {cfg.learning_rate:g} was found for all weights of "
             f"{preset.get('model_id')}; SmolLM2-135M learnt with 2e-5, its LoRA adapters with 2e-4"
         )
+    if cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range:
+        print("clip_range changes nothing: with epochs_per_rollout = 1 the ratio is always 1")
 
 
 # 2. What is loaded
@@ -134,7 +130,6 @@ def check_hub(*names):
     except Exception as error:  # whatever a network can do
         print(f"The hub cannot be reached ({error!s:.100}): {on_hub} can come from its cache only")
         constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for the library datasets
 
 
 def init_policy(model_id, device):
@@ -162,17 +157,6 @@ def init_policy(model_id, device):
     return policy, tokenizer
 
 
-def attach():
-    """Has starter.py say more in its errors."""
-    edits.replace(check_known=check_known, init_policy=init_policy)
-
-
-def as_chat(prompt):
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
-
-
 def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
@@ -183,7 +167,9 @@ def check_model(policy, tokenizer, problems, cfg):
                 f"the tokenizer of {cfg.model_id} makes {ids!s:.50} of {problem['prompt']!r:.100}, "
                 f"but its model needs ids below {n_rows}; save the right tokenizer there"
             )
-    chat = as_chat(problems.train[0]["prompt"])
+    chat = problems.train[0]["prompt"]
+    if isinstance(chat, str):
+        chat = [{"role": "user", "content": chat}]
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
         if chat[0]["content"].strip() not in text:
@@ -192,7 +178,13 @@ def check_model(policy, tokenizer, problems, cfg):
     for prompt in train & held_out:
         raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")
     try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
-    note_mistakes(tokenizer, problems, cfg)
+    unknown = tokenizer.unk_token_id
+    unseen = [x["prompt_ids"] for x in problems.train if unknown in x["prompt_ids"]]
+    if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        print(
+            f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
+            f"tokenizer does not know; the model sees {tokenizer.decode(unseen[0])!r:.200}"
+        )
 
 
 def try_reward_on_empty_response(tokenizer, problem, cfg):
@@ -206,23 +198,6 @@ def try_reward_on_empty_response(tokenizer, problem, cfg):
         )
     empty = starter.Response(problem["prompt_ids"], cfg.stop_token_ids[:1], [0.0], True)
     rewards.score([empty], [problem], tokenizer, reward)
-
-
-def note_mistakes(tokenizer, problems, cfg):
-    """Prints lines about what is often a mistake."""
-    unknown = tokenizer.unk_token_id
-    unseen = [x["prompt"] for x in problems.train if unknown in x["prompt_ids"]]
-    if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        text = str(unseen[0])
-        if tokenizer.chat_template is not None:
-            text = tokenizer.apply_chat_template(as_chat(text), tokenize=False)
-        characters = sorted(set(text) - set(tokenizer.decode(tokenizer(text)["input_ids"])))
-        print(
-            f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
-            f"tokenizer does not know: the model cannot see {characters} in {text!r:.200}"
-        )
-    if cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range:
-        print("clip_range changes nothing: with epochs_per_rollout = 1 the ratio is always 1")
 
 
 # 3. A run that is resumed
@@ -243,9 +218,11 @@ def check_resume(run):
     """Raises InputError for a change of settings with which the run cannot go on rightly, and says
     what else has changed. Sets damaged checkpoints aside."""
     path = run.folder / "settings.json"
+    run.cfg.sources = {}
     if not path.is_file():
         return
     before = settings_in(path.read_text("utf-8"))
+    run.cfg.sources = before.get("sources", {})
     now = settings_in(json.dumps(vars(run.cfg), default=str))
     for name, old in before.items():
         new = now.get(name, old)
@@ -264,26 +241,21 @@ def check_resume(run):
             print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
 
 
-def sources_of(policy, problems, cfg):
-    """Returns short hashes of what a run learns from and begins with. A thousand numbers of each
-    tensor tell two fine-tunes apart."""
-    samples = [p.flatten()[:: 1 + p.numel() // 1000].tolist() for p in policy.parameters()]
+def note_changed_sources(policy, ref_model, problems, cfg):
+    """Keeps short hashes of what a run learns from and begins with, and says which of them are
+    others than those with which a resumed run has trained. A thousand numbers of each tensor tell
+    two fine-tunes apart."""
+    models = ModuleList([policy, ref_model])
     sources = {
-        "training problems": problems.train,
-        "held-out problems": problems.held_out,
+        "problems": problems,
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
-        "model": samples,
+        "model or reference": [p.flatten()[:1000].tolist() for p in models.parameters()],
     }
-    return {name: zlib.crc32(repr(source).encode()) for name, source in sources.items()}
-
-
-def note_changed_sources(run):
-    """Says which of them are others than those with which a resumed run has trained."""
-    before = run.state.get("sources", {})
-    for name, code in run.cfg.sources.items():
-        if before.get(name, code) != code:
-            print(f"resume: the {name} changed since the checkpoint was saved")
-    run.state["sources"] = run.cfg.sources
+    for name, source in sources.items():
+        code = zlib.crc32(repr(source).encode())
+        if cfg.sources.get(name, code) != code:
+            print(f"resume: the {name} changed")
+        cfg.sources[name] = code
 
 
 def is_whole(checkpoint):

@@ -17,7 +17,7 @@ from conftest import settings, variety
 
 import starter
 from starter import InputError
-from support import attach, kl_checks, rules
+from support import attach, edits, kl_checks, rules
 
 
 def typed(text, **changes):
@@ -45,10 +45,10 @@ def refusal(check, *arguments, **settings):
 # 1. Parameters of main()
 
 WRONG = {
-    "--seed 0.5": "seed = 0.5 must be an int, such as 0",
-    "--model_id tiny --n_train_steps 1,0": "n_train_steps = (1, 0) must be an int, such as 150",
-    "--learning_rate": "learning_rate = True must be a float",
-    "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be True or False",
+    "--seed 0.5": "seed = 0.5 must be int, such as 0",
+    "--model_id tiny --n_train_steps 1,0": "n_train_steps = (1, 0) must be int, such as 150",
+    "--learning_rate": "learning_rate = True must be float",
+    "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool",
     "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
     "--kl_coef 0.1": "kl_coef = 0.1 changes nothing; leave it out, or set use_kl_penalty",
     "--beta_min 0.1": "beta_min = 0.1 changes nothing",
@@ -58,8 +58,8 @@ WRONG = {
     "--frozen_in_bf16 --precision bf16": "use_kl_penalty or lora_rank",
     "--frozen_in_bf16 --lora_rank 8 --precision float32": "needs precision bf16",
     "--model_id {}/adapters": "merge_and_unload",
-    "--use_kl_penalty --kl_estimator exat": "did you mean 'exact'?",
-    "--use_kl_penalty --kl_adaptation_method clip+targt": "'targt' is not known; did you mean 'tar",
+    "--use_kl_penalty --kl_estimator exat": "use one of ['exact'",
+    "--use_kl_penalty --kl_adaptation_method clip+targt": "'targt' is not known; use one of ['tar",
     "--resume nowhere": "nowhere is no folder of a run; give one",
     "--max_new_tokens 300": "0 prompts to train on",  # the context is of 256
     "--preset large": "use one of ['qwen3-0.6b', 'qwen3-1.7b', 'smollm2', 'tiny']",
@@ -161,7 +161,7 @@ def test_broken_checkpoint_is_refused_in_one_sentence(
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     (tmp_path / "own.py").write_text("raise SystemExit('foreign code ran')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    rules.attach()
+    edits.replace(init_policy=rules.init_policy)
     text = refusal(starter.init_policy, str(tmp_path), "cpu")
     assert f"{str(tmp_path)!r} cannot be loaded" in text
 
@@ -201,13 +201,16 @@ def test_model_or_reward_that_does_not_fit_its_problems_is_refused(checkpoint, s
         ("--model_id user/other", "learning_rate = 0.0003 was found for"),
         ("--clip_range 0.1", "clip_range changes nothing"),
         ("--clip_range 0.1 --epochs_per_rollout 2", ""),
+        ("--use_kl_penalty --kl_adaptation_method dynamic", "= 'dynamic_sound'"),
+        ("--use_kl_penalty --kl_adaptation_method target+clip", "= 'target_sound'"),
+        ("--use_kl_penalty --kl_adaptation_method target_sound+clip", ""),
     ],
 )
-def test_what_is_often_a_mistake_is_said(checkpoint, capsys, text, words):
-    x = loaded(checkpoint, text)
+def test_what_is_often_a_mistake_is_said(capsys, text, words):
+    cfg = chosen(f"--preset tiny {text}")
     capsys.readouterr()
-    rules.note_on_rate(x.cfg)
-    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
+    rules.check_settings(cfg)
+    kl_checks.check_kl(cfg)
     printed = capsys.readouterr().out
     assert words in printed and bool(words) == bool(printed)
 
@@ -216,9 +219,10 @@ def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
     x = loaded(checkpoint)
     ids = x.tokenizer("Sort 21")["input_ids"]
     x.problems.train[3].update(prompt="Sort 21", prompt_ids=ids)
-    rules.note_mistakes(x.tokenizer, x.problems, x.cfg)
+    rules.check_model(**vars(x))
     printed = capsys.readouterr().out
-    assert "1 of 40 prompts hold characters" in printed and "see ['S'] in" in printed
+    assert "1 of 40 prompts hold characters" in printed
+    assert f"sees '{x.tokenizer.unk_token}ort 21'" in printed
 
 
 # 4. A run that is resumed
@@ -276,17 +280,25 @@ class Constant:
 @pytest.mark.parametrize(
     "source, change",
     [
-        ("training problems", lambda x: x.problems.train.pop()),
-        ("held-out problems", lambda x: x.problems.held_out[3].update(answer=7)),
-        ("model", lambda x: x.policy.model.layers[1].mlp.up_proj.weight.data.mul_(1.001)),
+        ("problems", lambda x: x.problems.train.pop()),
+        ("problems", lambda x: x.problems.held_out[3].update(answer=7)),
+        ("model or reference", lambda x: x.policy.model.norm.weight.data.mul_(1.001)),
+        ("model or reference", lambda x: x.teacher.weight.data.mul_(1.001)),
     ],
 )
-def test_source_that_changed_under_its_name_has_another_hash(checkpoint, source, change):
+def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, change):
     x = loaded(checkpoint)
-    before = rules.sources_of(x.policy, x.problems, x.cfg)
+    x.teacher = torch.nn.Linear(3, 3)
+    x.cfg.sources = {}
+
+    def says():
+        rules.note_changed_sources(x.policy, x.teacher, x.problems, x.cfg)
+        return capsys.readouterr().out
+
+    capsys.readouterr()
+    assert says() == says() == ""
     change(x)
-    after = rules.sources_of(x.policy, x.problems, x.cfg)
-    assert [name for name in after if after[name] != before[name]] == [source]
+    assert says() == f"resume: the {source} changed\n"
 
 
 def test_resumed_run_says_that_its_reward_has_changed(checkpoint, tmp_path, capsys):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import starter
-from support import rules, tasks, tokens
+from support import edits, rules, tasks, tokens
 
 from conftest import make_tokenizer, settings, small_sums
 from tokenizers.processors import TemplateProcessing
@@ -137,7 +137,7 @@ def test_chat_that_the_template_does_not_take_is_refused(tmp_path, template, wor
 
 def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp_path):
     """And is saved as it is."""
-    rules.attach()
+    edits.replace(init_policy=rules.init_policy)
     model, _ = changed_model(tmp_path, with_template(DATED))
     _, tokenizer = starter.init_policy(model, "cpu")
     ids = starter.ids_of_prompt("add 1 2", tokenizer, False)
