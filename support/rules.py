@@ -69,7 +69,7 @@ def check_kinds(cfg):
             )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
-    print(f"given: {given}")
+    print(f"not the defaults: {given}")
 
 
 def check_is_read(name, value, cfg):

@@ -13,7 +13,8 @@ def attach(policy, tokenizer, cfg):
     path = Path(cfg.model_id) / "retention.jsonl"
     if not path.is_file():
         return
-    skills = starter.with_prompt_ids(starter.read_problems(path), policy, tokenizer, cfg)
+    problems = edits.own("read_problems")(path)  # without a word
+    skills = starter.with_prompt_ids(problems, policy, tokenizer, cfg)
     evaluate_task = starter.evaluate
 
     def evaluate(policy, llm, tokenizer, problems, cfg):
