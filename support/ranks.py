@@ -1,14 +1,15 @@
 """Several processes for starter.py: `torchrun --nproc_per_node=N starter.py` starts them.
 
-torch's FSDP2 divides weights, gradients and moments of any model among them. Each samples and
-scores its share of the prompts and learns from its share of the rows. All of them hold all
-responses of a step, so that groups and the weights of the loss are those of one process. After
+torch's FSDP2 divides weights, gradients and moments of any model among them. Each samples for its
+share of the prompts and learns from its share of the rows; the first one scores. All of them hold
+all responses of a step, so that groups and the weights of the loss are those of one process. After
 Ctrl-C torchrun waits 30 s for the end of the step, the checkpoint and the report; with
 `torchrun --shutdown-timeout 600` longer.
 """
 
 import atexit
 import datetime
+import functools
 import os
 import sys
 import time
@@ -54,13 +55,7 @@ def gather(items):
         return items
     parts = [None] * WORLD
     dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def share_of(items):
-    """Returns this process's part of a list, and the index at which it begins."""
-    n = -(-len(items) // WORLD)
-    return items[RANK * n : (RANK + 1) * n], RANK * n
+    return sum(parts, [])
 
 
 def divide(policy, ref_model, cfg):
@@ -71,13 +66,12 @@ def divide(policy, ref_model, cfg):
     shard(policy, cfg, reshard)
     if ref_model is not None:  # with LoRA it shares its weights no longer
         shard(ref_model, cfg, None)
-    weights_by_name = starter.weights_by_name  # LoRA's, if that is used
     edits.wrap(
         rollout_with_transformers=rollout_with_transformers,
         rollout_with_vllm=rollout_with_vllm,
         score=score,
         cut_microbatches=cut_microbatches,
-        weights_by_name=lambda policy: whole_weights(weights_by_name(policy), policy),
+        weights_by_name=functools.partial(whole_weights, starter.weights_by_name),  # or LoRA's
     )
     edits.replace(sum_over_processes=sum_over_processes, clip_gradient=clip_gradient)
     print(f"{WORLD} processes divide the weights and the work, without support/fast.py")
@@ -86,10 +80,9 @@ def divide(policy, ref_model, cfg):
 def shard(model, cfg, reshard):
     """FSDP2 (arXiv:2304.11277), block by block. Gradients are summed, since the loss is weighted
     already."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(cfg.device.type, (WORLD,))
+    mesh = dist.init_device_mesh(cfg.device.type, (WORLD,))
     n_names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):  # inner blocks first, the model last
         is_block = type(module).__name__ in (model._no_split_modules or ())
@@ -113,19 +106,18 @@ def rollout_with_vllm(llm, *options):
 
 def sample_share(sample, model, prompts, cfg, seed, group_size, temperature):
     """Each response has the seed that it has in one process."""
-    own, first = share_of(prompts)
+    n = -(-len(prompts) // WORLD)
+    first = RANK * n
+    own = prompts[first : first + n]
     return gather(sample(model, own, cfg, seed + first * group_size, group_size, temperature))
 
 
-def score(responses, problems, tokenizer, reward):
-    group_size = len(responses) // len(problems)
-    own, first = share_of(problems)
-    texts, numbers = [], torch.zeros(0)
-    if own:
-        first *= group_size
-        own_responses = responses[first : first + len(own) * group_size]
-        texts, numbers = rewards.score(own_responses, own, tokenizer, reward)
-    return gather(texts), torch.tensor(gather(numbers.tolist()))
+def score(*arguments):
+    """The first process scores for all."""
+    scored = []
+    if RANK == 0:
+        scored.append(rewards.score(*arguments))
+    return gather(scored)[0]
 
 
 def cut_microbatches(batch, max_tokens):
@@ -133,20 +125,22 @@ def cut_microbatches(batch, max_tokens):
     summed after each; some without a token make up for it."""
     own = starter.keep_rows(batch, slice(RANK, None, WORLD))
     microbatches = edits.own("cut_microbatches")(own, max_tokens)
-    empty = {name: tensor[:1, :1] for name, tensor in batch.items()}
+    empty = starter.keep_rows(batch, (slice(1), slice(1)))
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     most = max(gather([len(microbatches)]))
     return microbatches + [empty] * (most - len(microbatches))
 
 
 def sum_over_processes(sums):
-    parts = gather([sums])
-    return {name: sum(part[name] for part in parts) for name in sums}
+    of_all = {}
+    for part in gather([sums]):
+        starter.add_scaled(of_all, part, 1.0)
+    return of_all
 
 
 def clip_gradient(policy, max_norm):
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return whole(norm).item()
+    return norm.full_tensor().item()
 
 
 def whole(tensor):
@@ -156,8 +150,8 @@ def whole(tensor):
     return tensor
 
 
-def whole_weights(weights, policy):
-    """(name, tensor) pairs -> the same with the parts of all processes, each tied weight once."""
-    for name, tensor in weights:
+def whole_weights(weights_by_name, policy):
+    """Yields (name, tensor) with the parts of all processes, and each tied weight once."""
+    for name, tensor in weights_by_name(policy):
         if name not in policy.all_tied_weights_keys:
             yield name, whole(tensor)

@@ -7,7 +7,6 @@ start of a process takes seconds. `python -m lab.crash_test processes` kills suc
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -23,10 +22,10 @@ import safetensors.torch
 import torch
 from conftest import REPOSITORY, save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
-from test_runs import Killed
+from test_runs import Killed, at_call
 
 import starter
-from support import ranks
+from support import edits, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +59,7 @@ of_both = pytest.mark.parametrize("name", ["tied", "adapters"])
 
 
 def reward_named(name):
-    """Returns `variety`, or one of which all rewards of most groups or of all groups are equal, or
-    one that does something in process 1 at its first response of step 3, or in both."""
-    calls = itertools.count(1)
+    """Returns `variety`, or one of which all rewards of most groups or of all groups are equal."""
 
     async def awaited(text, problem):
         return None if "7" in text else variety(text, problem)
@@ -70,22 +67,25 @@ def reward_named(name):
     if name == "awaited":
         return awaited
 
+    @functools.wraps(variety)
     def reward(text, problem):
         if name == "equal":
             return 0.5
         if name == "rare":
             return float("7" in text and "add 5" in problem["prompt"])
-        # A trial; then half of 10 held-out problems and of 16 responses, and again after step 2
-        if next(calls) == 1 + 5 + 8 + 8 + 5 + 1:
-            if name == "killed":
-                raise Killed
-            if name == "interrupted" and ranks.RANK == 1:
-                signal.raise_signal(signal.SIGINT)
-            if name == "fails" and ranks.RANK == 1:
-                raise ZeroDivisionError
         return variety(text, problem)
 
     return reward
+
+
+def disturb(event):
+    """What happens in step 3, in process 1 or in both."""
+    if event == "killed":
+        raise Killed
+    if event == "interrupted" and ranks.RANK == 1:
+        signal.raise_signal(signal.SIGINT)
+    if event == "fails" and ranks.RANK == 1:
+        raise ZeroDivisionError
 
 
 def run_settings(checkpoint, folder, reward=None, **changes):
@@ -108,7 +108,10 @@ def make_runs(folder):
     ranks.divide = divide
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=LARGE_SCALE)
     for checkpoint, out, changes in json.loads(Path(folder, "runs.json").read_text()):
-        with contextlib.suppress(Killed, SystemExit):
+        edits.restore()
+        act = functools.partial(disturb, changes.pop("event", None))
+        in_step_3 = at_call(starter, "compute_group_normalized_advantages", 3, act)
+        with in_step_3, contextlib.suppress(Killed, SystemExit):
             starter.main(**run_settings(checkpoint, out, **changes))
 
 
@@ -138,13 +141,13 @@ def folder(tmp_path_factory):
             starter.main(**run_settings(checkpoint, begun_by_one, **changes, n_train_steps=2))
             more += [
                 ("fp16", FP16),
-                ("interrupted", {"reward": "interrupted"}),
-                ("killed", {"reward": "killed"}),
+                ("interrupted", {"event": "interrupted"}),
+                ("killed", {"event": "killed"}),
                 ("killed", {"resume": True}),
                 ("begun by one", {"resume": True}),
             ]
         runs += [(checkpoint, str(folder / name / out), {**changes, **x}) for out, x in more]
-    runs.append((checkpoint, str(folder / "fails"), {"reward": "fails"}))
+    runs.append((checkpoint, str(folder / "fails"), {"event": "fails"}))
     (folder / "runs.json").write_text(json.dumps(runs))
     launcher = torchrun(__file__, folder)
     output, errors = launcher.communicate(timeout=1800)
