@@ -52,8 +52,8 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
         start = lora.add_adapters(policy, cfg)
-        if cfg.use_kl_penalty and ref_model is None:
-            ref_model = start
+        if cfg.use_kl_penalty:
+            ref_model = ref_model or start
     if ranks.WORLD == 1:
         fast.attach(policy, ref_model, problems, cfg)  # compares in float32
     if cfg.frozen_in_bf16:

@@ -82,12 +82,11 @@ def check_saved_model(policy, responses, run):
 
 
 def wilson_interval(share, n):
-    """Returns the ends of the 95 % interval of a share of n (E. B. Wilson, 1927)."""
-    z = 1.96
-    total = n + z**2
-    centre = share * n + z**2 / 2
-    half_width = z * (share * (1 - share) * n + z**2 / 4) ** 0.5
-    return (centre - half_width) / total, (centre + half_width) / total
+    """Returns the ends of the 95 % interval of a share of n (E. B. Wilson, 1927): the p that are
+    1.96 standard deviations from it, n * (share - p)**2 = 1.96**2 * p * (1 - p)."""
+    square = 1.96**2
+    ends = numpy.roots([n + square, -2 * n * share - square, n * share**2])
+    return sorted(ends)
 
 
 def log_hparams(run):
@@ -123,7 +122,7 @@ def draw(run, n):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run.writer.flush()
-    log = EventAccumulator(str(run.folder), size_guidance={"scalars": 0}).Reload()
+    log = EventAccumulator(str(run.folder)).Reload()
     figure = Figure(figsize=(6, 7), layout="constrained")
     panels = figure.subplots(3, sharex=True)
     for panel, unit in zip(panels, PANELS):
@@ -134,7 +133,7 @@ def draw(run, n):
             _, steps, values = numpy.transpose([astuple(event) for event in log.Scalars(tag)])
             panel.plot(steps, values, ".-", label=tag)
             if tag == "0_headline/solved":
-                ends = wilson_interval(values, n)
+                ends = zip(*[wilson_interval(value, n) for value in values])
                 panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
     panels[1].legend()
     figure.supxlabel("step")

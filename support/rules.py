@@ -218,10 +218,9 @@ def check_resume(run):
     """Raises InputError for a change of settings with which the run cannot go on rightly, and says
     what else has changed. Sets damaged checkpoints aside."""
     path = run.folder / "settings.json"
-    run.cfg.sources = {}
-    if not path.is_file():
-        return
-    before = settings_in(path.read_text("utf-8"))
+    before = {}
+    if path.is_file():
+        before = settings_in(path.read_text("utf-8"))
     run.cfg.sources = before.get("sources", {})
     now = settings_in(json.dumps(vars(run.cfg), default=str))
     for name, old in before.items():
