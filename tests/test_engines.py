@@ -117,19 +117,6 @@ def test_weight_that_does_not_arrive_stops_the_run(checkpoint, monkeypatch):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-@needs_vllm
-def test_samples_depend_on_prompt_and_seed_alone(checkpoint):
-    """Not on what was sampled before, so that a resumed run, whose prefix cache is empty, repeats
-    the bits; nor on what is sampled with them, so that several processes do."""
-    policy, tokenizer, llm = start(checkpoint)
-    # Two blocks of the cache and more
-    prompts = [tokenizer(text)["input_ids"] for text in ("b" * 70, "a" * 70)]
-    first = sample(llm, prompts)
-    assert sample(llm, prompts) == first
-    assert sample(llm, prompts[1:], seed=4) == first[4:]
-    assert sample(llm, prompts, seed=1) != first
-
-
 def vllm_settings(checkpoint, folder, **changes):
     """A run in which every state matters, the prefix cache included."""
     given = full_settings(checkpoint, folder, **changes)

@@ -48,7 +48,6 @@ CASES = {  # name: (checkpoint, changes of the run)
     "rows that are left out": ({}, dict(reward="rare")),
     "a process without a row": ({}, dict(reward="equal")),
     "a teacher": ({}, dict(EXACT, ref_model_id="tiny")),
-    "an async reward, not of all": ({}, dict(WITH_KL, reward="awaited")),
     "Mixtral, untied": (dict(family="Mixtral", num_local_experts=4, tie=False), WITH_KL),
 }
 if importlib.util.find_spec("vllm") is not None:
@@ -60,12 +59,6 @@ of_both = pytest.mark.parametrize("name", ["tied", "adapters"])
 
 def reward_named(name):
     """Returns `variety`, or one of which all rewards of most groups or of all groups are equal."""
-
-    async def awaited(text, problem):
-        return None if "7" in text else variety(text, problem)
-
-    if name == "awaited":
-        return awaited
 
     @functools.wraps(variety)
     def reward(text, problem):
