@@ -68,7 +68,7 @@ def divide(policy, ref_model, cfg):
         shard(ref_model, cfg, None)
     edits.wrap(
         rollout_with_transformers=rollout_with_transformers,
-        rollout_with_vllm=rollout_with_vllm,
+        rollout_with_vllm=functools.partial(sample_share, "rollout_with_vllm"),
         score=score,
         cut_microbatches=cut_microbatches,
         weights_by_name=functools.partial(whole_weights, starter.weights_by_name),  # or LoRA's
@@ -97,15 +97,12 @@ def rollout_with_transformers(policy, *options):
     for module in policy.modules():
         if hasattr(module, "unshard"):
             module.unshard()
-    return sample_share(edits.own("rollout_with_transformers"), policy, *options)
+    return sample_share("rollout_with_transformers", policy, *options)
 
 
-def rollout_with_vllm(llm, *options):
-    return sample_share(edits.own("rollout_with_vllm"), llm, *options)
-
-
-def sample_share(sample, model, prompts, cfg, seed, group_size, temperature):
-    """Each response has the seed that it has in one process."""
+def sample_share(name, model, prompts, cfg, seed, group_size, temperature):
+    """name: of a rollout. Each response has the seed that it has in one process."""
+    sample = edits.own(name)
     n = -(-len(prompts) // WORLD)
     first = RANK * n
     own = prompts[first : first + n]
