@@ -18,22 +18,27 @@ TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
 
 
+def run_python(*arguments, folder, paths=(REPOSITORY, TESTS), **environment):
+    """Runs Python in this folder, where it can import from these paths. Returns the ended process,
+    with its output."""
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | fixed | environment,
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
 def in_forks(module, function, calls, folder):
     """Runs function(*call) of a test module for each call, in forks of one new process in this
     folder, as many at once as there are cores. A call is of texts. Returns {"status", "stdout",
     "stderr"} of each; a status of 0: it ended well."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
-    environment = os.environ | {
-        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONSAFEPATH": "1",
-    }
     program = f"import forked; forked.run_all({module!r}, {function!r}, {[*calls]!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment, text=True, capture_output=True
-    )
+    done = run_python("-c", program, folder=folder, HF_HUB_OFFLINE="1", PYTHONSAFEPATH="1")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,16 +1,14 @@
 """starter.py works alone: copied into an empty folder, without the rest of the repository."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import load_copy, scalars
+from conftest import scalars
+from forked import run_python
 from lab import crash_test
 
 import starter
@@ -21,18 +19,6 @@ def alone(tmp_path):
     """A folder that holds starter.py and nothing else."""
     (tmp_path / "alone").mkdir()
     return Path(shutil.copy(starter.__file__, tmp_path / "alone")).parent
-
-
-def python(alone, *arguments):
-    """Runs Python in this folder."""
-    environment = os.environ | {
-        "PYTHONPATH": "",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("TOKENIZERS_PARALLELISM", None)  # which starter.py sets
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=alone, env=environment, text=True, capture_output=True)
 
 
 @pytest.mark.slow
@@ -54,23 +40,19 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
         assert [*scalars(folder)["eval/solved"]] == [0, 3, 6]
 
 
-def test_file_alone_says_first_what_it_needs(alone, monkeypatch, capsys):
-    monkeypatch.chdir(alone)
-    with pytest.raises(FileNotFoundError, match="countdown"):
-        load_copy(alone).main()
-    assert capsys.readouterr().out.startswith("support/ is not here, so give --model_id ID --task")
-    assert {path.name for path in alone.iterdir()} <= {"starter.py", "__pycache__"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lines, words",
-    [(None, "No such file or directory: 'data.jsonl'"), (["{}", ""], "line 1 is no")],
+    "options, words",
+    [("", "No such file or directory: 'countdown"), ("--model_id={}", "line 1 is no")],
 )
-def test_file_alone_says_in_one_sentence_what_is_wrong_with_a_file(alone, checkpoint, lines, words):
-    if lines:
-        (alone / "data.jsonl").write_text("\n".join(lines))
-    done = python(alone, "starter.py", "--model_id", checkpoint, "--task", "data.jsonl")
+def test_file_alone_says_what_it_needs_and_in_one_sentence_what_is_wrong(
+    alone, checkpoint, options, words
+):
+    (alone / "data.jsonl").write_text("{}\n")
+    if options:
+        options = options.format(checkpoint) + " --task=data.jsonl"
+    done = run_python("starter.py", *options.split(), folder=alone, paths=())
+    assert "\nsupport/ is not here, so give --model_id ID --task" in done.stdout
     assert done.stderr.startswith("starter.py stopped: ") and words in done.stderr
     assert done.stderr.count("\n") == 1 == done.returncode
 
@@ -118,8 +100,9 @@ print(json.dumps([[name for name in before if before[name] != after[name]],
 """
 
 
-def test_import_changes_nothing_but_variables_that_are_not_set(alone):
-    done = python(alone, "-c", LOOK)
+def test_import_changes_nothing_but_variables_that_are_not_set(alone, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")  # which starter.py sets
+    done = run_python("-c", LOOK, folder=alone, paths=())
     assert (done.stderr, done.returncode) == ("", 0)
     changed, variables, overwritten, imported = json.loads(done.stdout)
     assert changed == overwritten == imported == [] != variables

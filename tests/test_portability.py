@@ -1,14 +1,9 @@
 """Windows, Macs, consoles and locales: what is missing there is hidden here, since no such machine
 is at hand."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import REPOSITORY
-from forked import edited_text, write_copy
+from forked import REPOSITORY, TESTS, edited_text, run_python, write_copy
 
 import starter
 from support import memory
@@ -68,15 +63,11 @@ AS_ON_A_MAC = {
 }
 
 
-def run_program(program, checkpoint, out_dir, folder=REPOSITORY, **environment):
+def run_program(program, *arguments, folder=REPOSITORY, **environment):
     """Runs a program that imports starter from a folder. Returns its output and its errors."""
-    path = os.pathsep.join([str(folder), str(REPOSITORY / "tests")])
-    fixed = dict(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONUTF8="0")
-    environment = {**os.environ, **fixed, "PYTHONWARNDEFAULTENCODING": "1", **environment}
-    command = [sys.executable, "-c", program, checkpoint, out_dir]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, encoding="utf-8"
-    )
+    environment |= {"PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}
+    paths = folder, TESTS
+    done = run_python("-c", program, *arguments, folder=folder, paths=paths, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, done.stderr
 
@@ -101,7 +92,7 @@ def test_run_trains_saves_and_resumes_elsewhere(checkpoint, tmp_path, program, e
 @pytest.mark.parametrize("with_support", [True, False])
 def test_run_makes_no_float64_tensor(checkpoint, tmp_path, with_support):
     copy = write_copy(tmp_path / "copy", edited_text(AS_ON_A_MAC), with_support)
-    printed, _ = run_program(NO_FLOAT64, checkpoint, tmp_path / "runs", copy)
+    printed, _ = run_program(NO_FLOAT64, checkpoint, tmp_path / "runs", folder=copy)
     assert "Step 2/" in printed and ("token_statistics" in printed) == with_support
 
 
