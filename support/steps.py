@@ -15,7 +15,6 @@ import starter
 from support import edits, ranks
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
-STEP_BYTES = 475_000  # of a page; the second-oldest steps make room. Without them it has 20,000
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
 PROMPT = 400  # characters shown of a prompt, its last ones
 
@@ -25,13 +24,13 @@ CALLS = []  # of token_statistics for the loss of this step: (policy, rows, {nam
 
 def attach(run):
     """Puts functions around two of starter.py, which keep what they see in steps that are due."""
-    due = {1 + i * (run.cfg.n_train_steps - 1) // 7 for i in range(8)}
+    CALLS.clear()  # of a run that was stopped
+    due = torch.linspace(1, run.cfg.n_train_steps, 8).int().tolist()
     make_batch = starter.make_batch
     token_statistics = starter.token_statistics
 
     def make_numbered_batch(responses, *others):
         batch = make_batch(responses, *others)
-        CALLS.clear()
         if run.state["step"] + 1 in due:
             batch["row"] = torch.arange(len(responses))[:, None].to(batch["labels"])
         return batch
@@ -72,17 +71,17 @@ def after_step(run, step, metrics, samples):
     numbers = numbers_of_rows(responses, run.cfg)
     size = run.cfg.group_size
     half = 1 + TOKENS // size  # of a response's tokens, at its beginning and its end
-    n_groups = 1 + 4 * half // min(2 * half, run.cfg.max_new_tokens)
     order = rewards.view(-1, size).std(1).argsort(descending=True).tolist()
     order.insert(1, order.pop())  # a group of equal rewards, if there is one
     groups = []
-    for g in order[:n_groups]:
+    for g in order[: 2 + 64 // run.cfg.max_new_tokens]:
         shown = []
         for i in range(g * size, g * size + size):
             ids = responses[i].response_ids
-            places = [t for t in range(len(ids)) if t < half or t >= len(ids) - half]
+            places = [*range(len(ids))]
+            del places[half:-half]
             response = {
-                "reward": f"{rewards[i]:.4g}",
+                "reward": rewards[i],
                 "finished": responses[i].finished,
                 "length": len(ids),
                 "tokens": tokenizer.convert_ids_to_tokens([ids[t] for t in places]),
@@ -92,18 +91,16 @@ def after_step(run, step, metrics, samples):
             shown.append(response)
         prompt = tokenizer.decode(problems[g]["prompt_ids"])
         groups.append({"prompt": prompt[-PROMPT:], "responses": shown})
-    steps = run.state.setdefault("steps", {})  # those before a resume, too
-    steps[step] = {
+    content = {
         "step": step,
-        "metrics": {name: f"{x:.4g}" for name, x in metrics.items()},
-        "scale": run.state["scaler"].get("scale", 1.0),  # of slope
-        "importance_cap": f"{run.cfg.importance_cap}",
+        "metrics": metrics,
+        "scaler": run.state["scaler"],  # its scale is in slope
+        "importance_cap": run.cfg.importance_cap,
         "n_groups": len(problems),
         "groups": groups,
     }
-    texts = [json.dumps(content).replace("<", "\\u003c") for content in steps.values()]
-    while len("".join(texts)) > STEP_BYTES:
-        del texts[1]
+    texts = run.state.setdefault("steps", [])  # those before a resume, too
+    texts.append(json.dumps(content, default=float).replace("<", "\\u003c"))
     if run.writes_files:
         page = run.folder / "steps.html"
         page.write_text(TEMPLATE.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")

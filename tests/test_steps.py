@@ -7,82 +7,79 @@ import shutil
 
 import pytest
 import torch
-from conftest import at_each_call, often_equal, settings
+from conftest import often_equal, settings
 
 import starter
 from support import steps
 
-TEXTS = "reward", "finished", "length", "tokens"  # the other values of a response are numbers
+OTHERS = "reward", "finished", "length", "tokens"  # of a response, beside numbers of its tokens
 
 
 def read_page(folder):
     """The page in a run's folder -> its steps, each with "responses" of all its groups."""
     text = (folder / "steps.html").read_text("utf-8")
-    found = json.loads(text.partition('id="steps">')[2].partition("</script>")[0])
+    found = json.loads(text.partition("const steps = ")[2].partition(";\n")[0])
     for step in found:
         step["responses"] = [r for group in step["groups"] for r in group["responses"]]
         for response in step["responses"]:
-            for name in response.keys() - TEXTS:
+            for name in response.keys() - OTHERS:
                 response[name] = [float(x) for x in response[name].split()]
     return found
 
 
-@pytest.mark.parametrize(
-    "use_kl_penalty, precision, rtol", [(False, "fp16", 1e-2), (True, "float32", 1e-3)]
-)
-def test_numbers_are_those_of_the_loss(
-    checkpoint, tmp_path, monkeypatch, use_kl_penalty, precision, rtol
-):
-    batches = []
+def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
+    """And give its value, by another sum. They are those of the first of two epochs."""
+    calls = []
+    shipped = starter.grpo_microbatch_step
 
     def spoil_and_keep(policy, rows, *others):
         if "old_log_probs" not in rows:  # in the first epoch; so that the weight is cut
             rows["rollout_log_probs"] += torch.randn(rows["labels"].shape)
-        batches.append(rows)
+        loss, means = shipped(policy, rows, *others)
+        calls.append((rows, loss.item()))
+        return loss, means
 
-    monkeypatch.setattr(starter, "grpo_microbatch_step", starter.grpo_microbatch_step)
-    at_each_call(starter, "grpo_microbatch_step", spoil_and_keep)
-    given = settings(checkpoint, tmp_path, n_train_steps=2, max_sampler_diff=math.inf)
-    given |= dict(max_tokens_per_microbatch=9999, use_kl_penalty=use_kl_penalty)
-    given |= dict(epochs_per_rollout=1 + use_kl_penalty, precision=precision)
+    monkeypatch.setattr(starter, "grpo_microbatch_step", spoil_and_keep)
+    given = settings(checkpoint, tmp_path, n_train_steps=2, epochs_per_rollout=2)
+    given |= dict(max_sampler_diff=math.inf, max_tokens_per_microbatch=9999, use_kl_penalty=True)
     folder = starter.main(**given)["run_folder"]
-    rows = batches[-1]
+    rows, loss = calls[2]
     mask = rows["response_mask"]
-    inputs = rows["input_ids"], rows["labels"], mask, 1.0, precision
+    inputs = rows["input_ids"], rows["labels"], mask
     models = [starter.init_policy(path, "cpu")[0] for path in (checkpoint, folder / "model")]
     ref, after = (starter.get_response_log_probs(model, *inputs) for model in models)
     before = rows["old_log_probs"]
     weight = torch.exp(before - rows["rollout_log_probs"]).clamp(max=2) / mask.sum()
-    policy_term = -weight * rows["advantages"]
-    slope = policy_term + 0.3 * use_kl_penalty * weight * (before - ref)
-    expected = zip(*[x[mask].tolist() for x in (before, after, rows["advantages"], slope)])
-    step = read_page(folder)[1]
-    columns = "log_probs", "after", "advantages", "slope"
-    shown = [token for r in step["responses"] for token in zip(*[r[name] for name in columns])]
-    expected, shown = (torch.tensor(sorted(tokens)) for tokens in (expected, shown))
-    shown[:, 3] /= step["scale"]
-    torch.testing.assert_close(shown, expected, rtol=rtol, atol=1e-6)
-    if not use_kl_penalty:
-        assert shown[:, 3].sum().item() == pytest.approx(float(step["metrics"]["loss"]), rel=1e-3)
+    expected = {
+        "log_probs": before,
+        "ref_log_probs": ref,
+        "after": after,
+        "slope": weight * (0.3 * (before - ref) - rows["advantages"]),
+        "advantages": rows["advantages"],
+        "rollout_log_probs": rows["rollout_log_probs"],
+    }
+    responses = read_page(folder)[1]["responses"]
+    shown = [token for r in responses for token in zip(*[r[name] for name in expected])]
+    of_loss = zip(*[x[mask].tolist() for x in expected.values()])
+    shown, of_loss = (torch.tensor(sorted(tokens)) for tokens in (shown, of_loss))
+    torch.testing.assert_close(shown, of_loss, rtol=1e-3, atol=1e-6)
+    before, ref, _, _, advantages, sampler = shown.T
+    k3 = torch.exp(ref - before) - 1 + before - ref
+    ratio = torch.exp(before - sampler).clamp(max=2)
+    assert (0.3 * k3 - ratio * advantages).mean().item() == pytest.approx(loss, rel=1e-3)
 
 
 def test_first_last_and_six_between_are_kept_also_before_a_resume(
     checkpoint, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(steps, "TOKENS", 8)  # of 4 responses: 3 each
     given = settings(checkpoint, tmp_path, reward=often_equal)
     starter.main(**given | dict(n_train_steps=3))
-    folder = starter.main(**given | dict(n_train_steps=20, resume=True))["run_folder"]
-    found = read_page(folder)
+    found = read_page(starter.main(**given | dict(n_train_steps=20, resume=True))["run_folder"])
     assert [step["step"] for step in found] == [1, 2, 3, 6, 9, 11, 14, 17, 20]
-    left_out = [r for step in found for r in step["responses"] if "slope" not in r]
-    assert {r["reward"] for r in left_out} == {"0.5"}
-    monkeypatch.setattr(steps, "STEP_BYTES", 30_000)
-    monkeypatch.setattr(steps, "TOKENS", 8)  # of 4 responses: 3 each
-    starter.main(**given | dict(n_train_steps=21, resume=True))
-    assert (folder / "steps.html").stat().st_size < 30_000 + 25_000
-    first, *_, last = read_page(folder)
-    assert (first["step"], last["step"]) == (1, 21)
-    assert max(len(response["tokens"]) for response in last["responses"]) == 6
+    responses = [r for step in found for r in step["responses"]]
+    assert {r["reward"] for r in responses if "slope" not in r} == {0.5}  # left out
+    assert max(len(r["tokens"]) for r in responses) == 6
 
 
 HARM = r"\u003c/script>\u003cimg src=x onerror=alert(1)>\u202e\ud83d\ude80\u0645\n"
@@ -132,7 +129,9 @@ def test_page_in_a_browser(browser, tmp_path, colours, use_kl_penalty):
     browser.save_screenshot(tmp_path / f"steps_{colours}.png")
     shown = {row.get_attribute("data-key"): row.text for row in all_of("#detail dl div")}
     token = {
-        name: x[2] for name, x in read_page(folder)[-1]["responses"][0].items() if name not in TEXTS
+        name: x[2]
+        for name, x in read_page(folder)[-1]["responses"][0].items()
+        if name not in OTHERS
     }
     ratio = math.exp(token["log_probs"] - token["rollout_log_probs"])
     expected = {"push": token["advantages"] * token["weights"] * ratio}
