@@ -5,6 +5,7 @@ and trained with for a few steps. The gradients must be those of a loss that is 
 from the model's own logits for the sampled responses.
 """
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,11 +48,8 @@ def with_kl_in_the_reward_of_winners(x):
     return policy_loss(x) + x.beta * to_go * (x.advantages > 0) * x.log_probs
 
 
-def with_entropy_bonus_from_step_5(x):
-    """From step 11 on it also counts for rows without an advantage, unless there are no others."""
-    has_advantage = x.advantages != 0
-    counts = has_advantage if x.step < 11 and has_advantage.any() else 1.0
-    return policy_loss(x) - (x.step >= 5) * counts * x.entropy
+def with_entropy_bonus(x):
+    return policy_loss(x) - x.entropy
 
 
 # The edits
@@ -61,23 +59,19 @@ def ids_of(run):
     return [response.response_ids for step in run.steps for response in step.responses]
 
 
+def n_zeros(run):
+    return sum(ids_of(run), []).count(ZERO)
+
+
 def zeros_earn_but_not_in_other_skills(run):
-    n_zeros = sum(ids.count(ZERO) for ids in ids_of(run))
-    assert 16 * sum(run.logged["train/reward_mean"]) == pytest.approx(n_zeros)
     other_skills = run.logged.get("eval/retention_sort", [0.0])  # alone there are none
-    return run.logged["eval/solved"][-1] > 0 == other_skills[-1]
+    assert run.logged["eval/solved"][-1] > 0 == other_skills[-1]
+    return 16 * sum(run.logged["train/reward_mean"]) == pytest.approx(n_zeros(run))
 
 
 def logged_ranks_are_those_of_the_tables(run):
     means = [step.ranks.float().mean().item() for step in run.steps]
     return run.logged["train/rank"] == pytest.approx(means)
-
-
-class ZeroCount:
-    """A reward that is an object."""
-
-    def __call__(self, text, problem):
-        return text.count("0")
 
 
 def above_the_batch(rewards):
@@ -229,7 +223,7 @@ EDITS = dict(
         },
         with_exact_kl,
         KL,
-        check=lambda run: ZERO not in sum(ids_of(run), []),
+        check=lambda run: n_zeros(run) == 0,
         scale=lambda logits: logits.index_fill(2, torch.tensor([ZERO]), -1e30),
     ),
     advantages_of_tokens=Edit(
@@ -249,11 +243,7 @@ longest = max(len(response.response_ids) for response in responses)
         settings=dict(reward=None),
         check=zeros_earn_but_not_in_other_skills,
     ),
-    reward_that_is_an_object=Edit(
-        {},
-        settings=dict(reward=ZeroCount()),
-        check=zeros_earn_but_not_in_other_skills,
-    ),
+    reward_that_is_no_function=Edit({}, settings=dict(reward=functools.partial(often_equal))),
     new_average=Edit(
         {
             "AVERAGES = {": """\
@@ -271,20 +261,9 @@ AVERAGES = {
     ),
     entropy_bonus=Edit(
         {LOSS: '    loss = loss - stats["entropy"]\n' + LOSS},
-        lambda x: policy_loss(x) - x.entropy,
+        with_entropy_bonus,
         dict(reward=often_equal),
         says="step 1: rows without an advantage are left out: False",
-    ),
-    entropy_bonus_from_step_5=Edit(
-        {
-            "        # 1. Sample a group": """\
-        cfg.bonus = float(step >= 5)
-        # 1. Sample a group""",
-            LOSS: '    loss = loss - getattr(cfg, "bonus", 0.0) * stats["entropy"]\n' + LOSS,
-        },
-        with_entropy_bonus_from_step_5,
-        dict(reward=often_equal, n_train_steps=11),
-        says="step 11: rows without an advantage are left out: False",
     ),
     own_baseline=Edit(
         {
@@ -329,7 +308,7 @@ torch.optim.AdamW(
         metrics["zeros"] = sum(response.response_ids.count(33) for response in responses)
         metrics["truncated_frac"] ="""
         },
-        check=lambda run: sum(run.logged["train/zeros"]) == sum(ids_of(run), []).count(ZERO),
+        check=lambda run: sum(run.logged["train/zeros"]) == n_zeros(run),
     ),
 )
 
@@ -367,32 +346,27 @@ def train(starter, checkpoint, folder, **changes):
 
 
 def padded(rows):
-    return pad_sequence([torch.tensor(row) for row in rows], True)
+    return pad_sequence([*map(torch.tensor, rows)], True)
 
 
 def logits_of(model, weights, responses):
     """The (B, T, V) logits at the tokens of each response, by the model with these weights."""
     vector_to_parameters(weights, model.parameters())
-    logits = model(padded([r.prompt_ids + r.response_ids for r in responses])).logits
     rows = []
-    for row, response in zip(logits, responses):
-        start = len(response.prompt_ids) - 1
-        rows.append(row[start : start + len(response.response_ids)])
+    for response in responses:
+        ids = torch.tensor([response.prompt_ids + response.response_ids])
+        rows.append(model(ids).logits[0, len(response.prompt_ids) - 1 : -1])
     return pad_sequence(rows, True)
 
 
 def compare_with_loss(checkpoint, folder, name):
-    """Trains with an edit, and asserts of each step that its gradient and its KLs are right."""
-    from transformers import AutoModelForCausalLM
-
+    """Trains with an edit, and asserts of each step that its gradient and its KL are right."""
     edit = EDITS[name]
-    run = train(import_copy(folder), checkpoint, f"{folder}/runs", **edit.settings)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    starter = import_copy(folder)
+    run = train(starter, checkpoint, f"{folder}/runs", **edit.settings)
+    model, _ = starter.init_policy(checkpoint, "cpu")
     at_start = run.steps[0].weights
-    betas = run.logged.get("adaptive_kl/current_beta", [0.0] * len(run.steps))
     for i, x in enumerate(run.steps):
-        x.step = i + 1
-        x.beta = betas[i]
         labels = padded([response.response_ids for response in x.responses])
         x.rollout_log_probs = padded([response.log_probs for response in x.responses])
         x.lengths = torch.tensor([[len(response.response_ids)] for response in x.responses])
@@ -408,53 +382,39 @@ def compare_with_loss(checkpoint, folder, name):
         x.kl = (log_p.exp() * (log_p - log_q)).sum(dim=2)
         x.entropy = -(log_p.exp() * log_p).sum(dim=2)
         x.ranks = (log_p > x.log_probs[..., None]).sum(dim=2)[x.mask]
-        if x.beta:  # the sampled KL has the same reference
-            d = x.log_probs - x.ref_log_probs
-            for tag, of_tokens, atol in (("kl_per_token", x.kl, 1e-5), ("kl_k1", d, 1e-4)):
-                mean = of_tokens[x.mask].mean().item()
-                assert run.logged[f"train/{tag}"][i] == pytest.approx(mean, abs=atol)
+        if "kl_coef" in edit.settings:  # the sampled KL has the same reference
+            x.beta = run.logged["adaptive_kl/current_beta"][i]
+            k1 = (x.log_probs - x.ref_log_probs)[x.mask].mean().item()
+            assert run.logged["train/kl_k1"][i] == pytest.approx(k1, abs=1e-4)
         model.zero_grad()
         edit.loss(x)[x.mask].mean().backward()
         expected = gradient_of(model)
         error = (x.gradient - expected).norm() / expected.norm().clamp(min=1e-6)
-        assert error < 1e-3, f"step {x.step}"
+        assert error < 1e-3, f"step {i + 1}"
     assert edit.check(run)
 
 
 # The tests
 
-CASES = [f"{name}-{kind}" for name in EDITS for kind in ("alone", "support")]
-QUICK = "entropy_bonus-support"
-MEANT_TO_FAIL = "first_three_tokens_at_another_temperature"  # the quick tests
+ALL = pytest.param([*EDITS], marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """{case: outcome}, of the cases whose tests were selected."""
-    folder = tmp_path_factory.mktemp("edits")
-    checkpoint = str(save_checkpoint(folder / "model"))
+@pytest.mark.parametrize("with_support", [False, True])
+@pytest.mark.parametrize("names", [["entropy_bonus"], ALL])
+def test_edits_take_effect(names, with_support, tmp_path):
+    model = save_checkpoint(tmp_path / "model")
     skills = [f'{{"prompt": "sort {i}", "answer": 1, "skill": "sort"}}\n' for i in range(20)]
-    (folder / "model" / "retention.jsonl").write_text("".join(skills))
-    calls = {}
-    for case in CASES:
-        if any(f"[{case}]" in item.name for item in request.session.items):
-            name, kind = case.split("-")
-            text = edited_text(EDITS[name].replaced)
-            calls[case] = checkpoint, write_copy(folder / case, text, kind == "support"), name
-    return dict(zip(calls, in_forks("test_edits", "compare_with_loss", calls.values(), folder)))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case == QUICK else pytest.mark.slow) for case in CASES],
-)
-def test_edit_takes_effect(outcomes, case):
-    name, _ = case.split("-")
-    edit = EDITS[name]
-    printed = outcomes[case]["stdout"]
-    assert outcomes[case]["status"] == 0, printed[-2000:] + outcomes[case]["stderr"][-3000:]
-    assert edit.says in printed
-    assert ("FAILED: test_" in printed) == (name == MEANT_TO_FAIL)
+    (model / "retention.jsonl").write_text("".join(skills))
+    calls = []
+    for name in names:
+        text = edited_text(EDITS[name].replaced)
+        calls.append((str(model), write_copy(tmp_path / name, text, with_support), name))
+    for name, outcome in zip(names, in_forks("test_edits", "compare_with_loss", calls, tmp_path)):
+        printed = outcome["stdout"]
+        assert outcome["status"] == 0, name + printed[-2000:] + outcome["stderr"][-3000:]
+        assert EDITS[name].says in printed, name
+        fails_quick_tests = name == "first_three_tokens_at_another_temperature"
+        assert ("FAILED: test_" in printed) == fails_quick_tests, name
 
 
 def run_with_seams_edited(checkpoint, folder):
