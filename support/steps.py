@@ -99,7 +99,7 @@ def after_step(run, step, metrics, samples):
         "n_groups": len(problems),
         "groups": groups,
     }
-    texts = run.state.setdefault("steps", [])  # those before a resume, too
+    texts = run.state.setdefault("steps_shown", [])  # those before a resume, too
     texts.append(json.dumps(content, default=float).replace("<", "\\u003c"))
     if run.writes_files:
         page = run.folder / "steps.html"
