@@ -47,7 +47,7 @@ def check(run):
 def prepare(policy, ref_model, tokenizer, problems, cfg):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference: without a teacher, and with LoRA, the policy without its adapters."""
-    rules.note_changed_sources(policy, ref_model, problems, cfg)
+    rules.note_changed_sources(policy, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:

@@ -8,13 +8,10 @@ of Qwen3-1.7B on an H100, together with the head of support/engines.py (lab/resu
 import torch
 
 import starter
-from support import edits, fast, ranks
+from support import edits, fast, presets, ranks
 
 LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
 RUN = {}  # of this process: the policy's parameters, and the mean length of a prompt
-
-# Operations a second in 16 bits with float32 sums, from the makers' data sheets
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "T4": 65e12}
 
 
 def compile_layers(model):
@@ -65,7 +62,7 @@ def share_of_peak(metrics, cfg):
     n_tokens = cfg.rollout_batch_size * (RUN["prompt_length"] + metrics["response_length"])
     seconds = metrics["time/total"] - metrics["time/rollout"]
     card = torch.cuda.get_device_name(cfg.device)
-    for name, peak in PEAKS.items():
+    for name, peak in presets.NUMBERS["peaks"].items():
         if name in card:
             done = operations * RUN["parameters"] * n_tokens
             return {"share_of_peak": done / seconds / (peak * ranks.WORLD)}

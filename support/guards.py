@@ -73,7 +73,7 @@ class Guards:
             signal.raise_signal(number)
             return
         self.signal = number
-        print(f"\n{signal.Signals(number).name}: stopping after this step; again: now", flush=True)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; again: now")
 
     def __call__(self, step, metrics, samples):
         state = self.run.state
@@ -83,13 +83,13 @@ class Guards:
         else:
             self.run.stop = max(ranks.gather([self.signal]))  # all processes end together
             steps.after_step(self.run, step, metrics, samples)
-            update_state(step, metrics, state)
+            update_state(metrics, state)
             self.log_step(step, metrics)
             signs = step_signs(step, metrics, samples, state, self.run.cfg)
         warned = state.setdefault("warned", [])
         for sign, text in signs:
             if sign not in warned:
-                print(f"Warning: {text}", flush=True)
+                print(f"Warning: {text}")
                 warned.append(sign)
 
     def log_evaluation(self, step, metrics, samples):
@@ -107,8 +107,6 @@ class Guards:
         numbers = {
             "0_headline/reward": metrics["reward_mean"],
             "0_headline/response_length": length,
-            "tokens_per_s": length * run.cfg.rollout_batch_size / metrics["time/total"],
-            "skipped_steps": len(run.state["skipped"]),
         }
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -134,18 +132,17 @@ class Guards:
             raise SystemExit(128 + run.stop)
 
 
-def update_state(step, metrics, state):
+def update_state(metrics, state):
     """Keeps what warnings and the report need of earlier steps."""
     state["n_equal"] = state.get("n_equal", 0) + 1  # steps in a row that teach nothing
     if metrics["frac_zero_std"] < 1:
         state["n_equal"] = 0
-    skipped = state.setdefault("skipped", [])
-    if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        return
-    if math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1:
-        return  # an overflow of fp16: the next loss is scaled less
-    skipped.append(step)
-    if skipped[-5:-4] == [step - 4]:
+    state["n_skipped"] = state.get("n_skipped", 0) + 1  # in a row
+    # An overflow of fp16 is none of them: the next loss is scaled less
+    is_scaled = math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1
+    if is_scaled or math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+        state["n_skipped"] = 0
+    if state["n_skipped"] == 5:
         raise starter.RunStopped(
             "5 steps in a row had a loss or gradient that is not finite; mend a reward of nan or "
             "inf, or lower learning_rate"

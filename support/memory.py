@@ -58,9 +58,7 @@ def predicted_gb(config, cfg, n_tokens):
             weights += 4 * n_all - 2 * n_stored
     if cfg.ref_model_id:  # a teacher, all of whose logits are made at once
         teacher = without_memory(AutoConfig.from_pretrained(cfg.ref_model_id))
-        weights += 4 * teacher.num_parameters()
-        if cfg.frozen_in_bf16:
-            weights -= 2 * sum(layer.weight.numel() for layer in linear_layers(teacher))
+        weights += 4 * teacher.num_parameters()  # less with frozen_in_bf16
         update += 4 * n_tokens * config.vocab_size
     staying = weights + 12 * n_learning  # with gradients and moments
     in_layers = 5 * sides  # by a token

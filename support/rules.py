@@ -17,7 +17,6 @@ import zlib
 from datetime import datetime
 from pathlib import Path
 
-from torch.nn import ModuleList
 from transformers import GenerationConfig
 
 import starter
@@ -78,6 +77,8 @@ def check_is_read(name, value, cfg):
     is_alone = name == "reward" and value is None  # as the KL term is then
     if not cfg.use_kl_penalty and (of_kl or is_alone):
         remedy = "use_kl_penalty = True"
+    elif name == "frozen_in_bf16" and not (cfg.use_kl_penalty or cfg.lora_rank):
+        remedy = "use_kl_penalty or lora_rank"
     elif name in OF_A_RULE and cfg.kl_adaptation_method == "none":
         remedy = "a kl_adaptation_method that reads it"
     else:
@@ -93,11 +94,6 @@ def check_settings(cfg):
             f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a file "
             "as task, too, or leave eval_file out"
         )
-    frozen = cfg.use_kl_penalty or cfg.lora_rank
-    if cfg.frozen_in_bf16 and not (frozen and cfg.precision != "float32"):
-        raise InputError(
-            "frozen_in_bf16 needs precision bf16 or fp16, and use_kl_penalty or lora_rank"
-        )
     if Path(cfg.model_id, "adapter_config.json").is_file():  # transformers would train both
         raise InputError(
             f"model_id = {str(cfg.model_id)!r} holds LoRA adapters; merge them into their model "
@@ -110,8 +106,6 @@ def check_settings(cfg):
             f"learning_rate = {cfg.learning_rate:g} was found for all weights of "
             f"{preset.get('model_id')}; SmolLM2-135M learnt with 2e-5, its LoRA adapters with 2e-4"
         )
-    if cfg.epochs_per_rollout == 1 and cfg.clip_range != starter.cfg_with().clip_range:
-        print("clip_range changes nothing: with epochs_per_rollout = 1 the ratio is always 1")
 
 
 # 2. What is loaded
@@ -240,15 +234,14 @@ def check_resume(run):
             print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
 
 
-def note_changed_sources(policy, ref_model, problems, cfg):
+def note_changed_sources(policy, problems, cfg):
     """Keeps short hashes of what a run learns from and begins with, and says which of them are
     others than those with which a resumed run has trained. A thousand numbers of each tensor tell
     two fine-tunes apart."""
-    models = ModuleList([policy, ref_model])
     sources = {
         "problems": problems,
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
-        "model or reference": [p.flatten()[:1000].tolist() for p in models.parameters()],
+        "model": [p.flatten()[:1000].tolist() for p in policy.parameters()],
     }
     for name, source in sources.items():
         code = zlib.crc32(repr(source).encode())

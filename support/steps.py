@@ -16,7 +16,6 @@ from support import edits, ranks
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
-PROMPT = 400  # characters shown of a prompt, its last ones
 
 tokenizer = None  # of this process; support/attach.py sets it
 CALLS = []  # of token_statistics for the loss of this step: (policy, rows, {name: (B, T) tensor})
@@ -90,7 +89,7 @@ def after_step(run, step, metrics, samples):
                 response[name] = " ".join(f"{values[t]:.5g}" for t in places if t < len(values))
             shown.append(response)
         prompt = tokenizer.decode(problems[g]["prompt_ids"])
-        groups.append({"prompt": prompt[-PROMPT:], "responses": shown})
+        groups.append({"prompt": prompt[-400:], "responses": shown})
     content = {
         "step": step,
         "metrics": metrics,

@@ -154,8 +154,6 @@ def test_curves_of_a_step_are_those_by_hand(watched):
         kl = logged["0_headline/kl_per_token"][step]
         assert kl == logged["train/kl_per_token"][step]
         assert logged["train/kl_per_sequence"][step] == pytest.approx(length * kl)
-        per_second = 16 * length / logged["time/total"][step]
-        assert logged["train/tokens_per_s"][step] == pytest.approx(per_second, rel=1e-5)
 
 
 def test_run_has_the_same_bits_with_and_without_guards(watched, checkpoint, tmp_path):
@@ -201,10 +199,10 @@ def test_sign_of_trouble_in_a_step_is_named_and_no_other(sign, step, metric, val
     ],
 )
 def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text, key, reward):
-    state = {}
+    state = {"scaler": {}}
     equal = {**FINE, "grad_norm": 0.0, "frac_zero_std": 1.0}
     for metrics in [equal, FINE, *[equal] * n_equal]:  # the first one does not count
-        guards.update_state(1, metrics, state)
+        guards.update_state(metrics, state)
     samples = [{key: True}], ["4", text], None, None
     signs = guards.step_signs(9, equal, samples, state, starter.cfg_with(reward=reward))
     assert " ".join(dict(signs)) == sign
