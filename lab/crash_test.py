@@ -26,7 +26,7 @@ from pathlib import Path
 from lab import bench
 from lab.rows import REPOSITORY, append_rows, read_log
 
-NOT_COMPARED = ("time/", "mem/", "tokens_per_s", "seconds", "param_groups")  # times and settings
+NOT_COMPARED = ("time/", "mem/", "seconds", "steps_shown", "param_groups")  # times and settings
 SETTINGS = dict(
     rollout_batch_size=16,
     group_size=4,
