@@ -121,12 +121,12 @@ def give_text_model(policy, tokenizer, model_id):
             return start(folder, *others)
 
     edits.wrap(init_vllm=init_vllm)
-    print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
 
 
 def load_weights_in_worker(worker, weights):
     """Runs inside vLLM's worker. Raises RunStopped for a parameter that got no weight, which vLLM
-    mentions in a warning only. On a CPU reload_weights alone would leave experts unpacked."""
+    mentions in a warning only. On a CPU reload_weights alone would leave a tied LM head with its
+    old packed weights, and experts unpacked."""
     model = worker.model_runner.get_model()
     load_weights = model.load_weights
     names = {name for name, _ in model.named_parameters()}
@@ -145,7 +145,11 @@ def load_weights_in_worker(worker, weights):
         worker.reload_weights(weights_iterator=weights.items())
     finally:
         del model.load_weights
+    if not ON_CPU:
+        return
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if ON_CPU and kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if type(module).__name__ == "ParallelLMHead":
+            method.process_weights_after_loading(module)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)

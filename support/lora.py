@@ -55,8 +55,6 @@ def add_adapters(policy, cfg):
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     config.target_modules = names
     policy.adapter_config = config
-    n_learning = policy.num_parameters(only_trainable=True)
-    print(f"LoRA: {n_learning:,} parameters learn, beside {len(names)} linear layers")
     edits.wrap(weights_by_name=merged_weights)
     return reference
 

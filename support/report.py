@@ -44,8 +44,6 @@ def lines_of_report(result, nats, n, run):
         f"KL(policy || {reference}): {nats.mean():z.3f} nats per token, "
         f"{nats.sum() / n:z.2f} nats per response"
     )
-    if "steps_shown" in run.state:
-        yield f"what eight steps did to each token: {run.folder}/steps.html"
 
 
 @torch.no_grad()
