@@ -112,8 +112,8 @@ def read_problems(source):
             problems.append({"prompt": problem["prompt"], "answer": problem["answer"], **problem})
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{source} line {len(problems) + 1} is no JSON object with 'prompt' and 'answer' "
-                f"({error!r}); mend that line"
+                f"{source}, problem {len(problems) + 1} is no JSON object with 'prompt' and "
+                f"'answer' ({error!r}); mend its line"
             )
     return problems
 
@@ -517,7 +517,7 @@ def no_reward(response_text, problem):
 
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards.
-    support/ wraps this function: it awaits async rewards, and several processes share the work."""
+    support/ wraps this function: it awaits async rewards, and of several processes one scores."""
     # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
     all_ids = [r.response_ids[: len(r.response_ids) - r.finished] for r in responses]
     texts = tokenizer.batch_decode(all_ids)

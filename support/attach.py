@@ -9,8 +9,11 @@ from support import presets, ranks, rewards, rules, skills, steps, tasks, tokens
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
     edits.restore()
-    edits.wrap(score_answer=tasks.score_answer)
-    rewards.attach()
+    edits.wrap(
+        score_answer=tasks.score_answer,
+        score=rewards.score,
+        compute_group_normalized_advantages=rewards.advantages_of_scored,
+    )
     edits.replace(
         check_known=rules.check_known,
         init_policy=rules.init_policy,

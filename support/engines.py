@@ -121,6 +121,7 @@ def give_text_model(policy, tokenizer, model_id):
             return start(folder, *others)
 
     edits.wrap(init_vllm=init_vllm)
+    print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
 
 
 def load_weights_in_worker(worker, weights):

@@ -56,8 +56,8 @@ class Guards:
         self.signal = 0  # the number of the first one that this process got
         lock(run)
         if run.writes_files:
-            name = f"starter_from_step_{run.state['step'] + 1}.py"
-            shutil.copyfile(starter.__file__, run.folder / name)
+            first = run.state["step"] + 1
+            shutil.copyfile(starter.__file__, run.folder / f"starter_from_step_{first}.py")
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -106,7 +106,6 @@ class Guards:
         length = metrics["response_length"]
         numbers = {
             "0_headline/reward": metrics["reward_mean"],
-            "0_headline/response_length": length,
         }
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9

@@ -69,7 +69,6 @@ def save_adapters(policy, folder):
     if ranks.RANK == 0:
         policy.adapter_config.save_pretrained(folder)
         save_file(tensors, folder / "adapter_model.safetensors")
-        print(f"the adapters alone, in peft's format: {folder}")
 
 
 def merged_weights(policy):

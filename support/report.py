@@ -19,8 +19,6 @@ def report(result, policy, ref_model, llm, tokenizer, problems, run):
     responses = starter.rollout(policy, llm, prompts, cfg, "measure_kl", 1, cfg.temperature)
     nats = measure_kl(policy, ref_model, responses, cfg, cfg.precision)
     result["kl_per_token"] = nats.mean().item()
-    if not cfg.use_kl_penalty:  # with it, each step has logged it
-        run.log("eval", {"0_headline/kl_per_token": result["kl_per_token"]}, run.state["step"])
     if run.writes_files:
         log_hparams(run)
         draw(run, n)
@@ -112,11 +110,7 @@ PANELS = {  # unit of the y axis: how its tags begin
 def draw(run, n):
     """Puts curve.png into the run's folder: over the steps the reward, the shares solved, with the
     95 % interval of the task's n problems, and the KL. Opens no window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture of the curves: matplotlib is not installed")
-        return
+    from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run.writer.flush()

@@ -14,13 +14,6 @@ from support import edits
 AT_ONCE = 64  # calls of an async reward that wait for their answers
 
 
-def attach():
-    edits.wrap(
-        score=score,
-        compute_group_normalized_advantages=advantages_of_scored,
-    )
-
-
 @functools.cache
 def event_loop():
     """One for all steps, as clients need it, in a thread of its own: a notebook's runs already."""

@@ -168,6 +168,11 @@ def check_model(policy, tokenizer, problems, cfg):
         text = tokenizer.apply_chat_template(chat, tokenize=False)
         if chat[0]["content"].strip() not in text:
             raise InputError(f"the chat template leaves out {chat[0]!r:.200}; mend either of them")
+    left_out = {*tokenizer("")["input_ids"]} - {*problems.train[0]["prompt_ids"]}
+    if left_out:
+        print(
+            f"no {tokenizer.decode([*left_out])} in prompts, though the tokenizer puts it on texts"
+        )
     train, held_out = [{str(problem["prompt"]) for problem in part} for part in problems]
     for prompt in train & held_out:
         raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")

@@ -100,6 +100,8 @@ def after_step(run, step, metrics, samples):
     }
     texts = run.state.setdefault("steps_shown", [])  # those before a resume, too
     texts.append(json.dumps(content, default=float).replace("<", "\\u003c"))
+    while sum(map(len, texts)) > 475_000:  # bytes; the second-oldest step makes room
+        del texts[1]
     if run.writes_files:
         page = run.folder / "steps.html"
         page.write_text(TEMPLATE.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")

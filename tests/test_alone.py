@@ -43,7 +43,7 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, words",
-    [("", "No such file or directory: 'countdown"), ("--model_id={}", "line 1 is no")],
+    [("", "No such file or directory: 'countdown"), ("--model_id={}", "problem 1 is no")],
 )
 def test_file_alone_says_what_it_needs_and_in_one_sentence_what_is_wrong(
     alone, checkpoint, options, words

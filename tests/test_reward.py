@@ -11,7 +11,7 @@ import pytest
 
 import starter
 from starter import Response
-from support import rewards, tasks
+from support import edits, rewards, tasks
 
 import torch
 from conftest import advantages_by_loops, make_tokenizer, scalars, settings, variety
@@ -233,7 +233,10 @@ def test_reward_may_be_any_number():
 def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(monkeypatch):
     """Also where a loop runs already, and where some numbers are known at once."""
     monkeypatch.setattr(rewards, "AT_ONCE", 2)
-    rewards.attach()
+    edits.wrap(
+        score=rewards.score,
+        compute_group_normalized_advantages=rewards.advantages_of_scored,
+    )
     loops, waiting, most = set(), set(), []
 
     async def judge(text, problem, response):
@@ -255,7 +258,10 @@ def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(mo
 
 
 def test_response_that_is_not_scored_leaves_its_group():
-    rewards.attach()
+    edits.wrap(
+        score=rewards.score,
+        compute_group_normalized_advantages=rewards.advantages_of_scored,
+    )
 
     def advantages(*numbers):
         return starter.compute_group_normalized_advantages(torch.tensor(numbers), 3, 1e-6, True)

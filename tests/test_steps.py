@@ -4,10 +4,11 @@ it looks in a browser."""
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import often_equal, settings
+from conftest import make_tokenizer, often_equal, settings
 
 import starter
 from support import steps
@@ -81,6 +82,24 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
     responses = [r for step in found for r in step["responses"]]
     assert {r["reward"] for r in responses if "slope" not in r} == {0.5}  # left out
     assert max(len(r["tokens"]) for r in responses) == 6
+
+
+def test_page_of_long_responses_of_large_groups_stays_below_500_kilobytes(tmp_path, monkeypatch):
+    size, length = 64, 5000
+    monkeypatch.setattr(steps, "tokenizer", make_tokenizer())
+    monkeypatch.setattr(starter, "token_statistics", lambda *_: {"log_probs": -numbers})
+    numbers = torch.rand(2 * size, length + 1)
+    responses = [starter.Response([5, 6], [7] * length, [0.0] * length, False)] * 2 * size
+    cfg = starter.cfg_with(group_size=size, max_new_tokens=length)
+    run = SimpleNamespace(cfg=cfg, state={"scaler": {}}, writes_files=True, folder=tmp_path)
+    for step in range(1, 9):
+        values = {name: numbers for name in "abcdefghi"}
+        steps.CALLS.append((None, {"row": torch.arange(2 * size)}, values))
+        problems = [{"prompt_ids": [5, 6] * 5000}] * 2
+        steps.after_step(run, step, {}, (problems, None, numbers[:, 0], responses))
+    assert (tmp_path / "steps.html").stat().st_size < 500_000
+    kept = [step["step"] for step in read_page(tmp_path)]
+    assert kept[0] == 1 and kept[-1] == 8 and kept == sorted(kept)
 
 
 HARM = r"\u003c/script>\u003cimg src=x onerror=alert(1)>\u202e\ud83d\ude80\u0645\n"

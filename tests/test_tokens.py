@@ -48,7 +48,7 @@ CASES = {
     tags_are_special: "stop tokens: ['<|end|>']",
     eos_ends_a_document: "stop tokens: ['<|end|>', '<unk>']",
     end_of_turn_stands_apart: "stop tokens: ['<|end|>', '<unk>']",
-    bos_is_not_in_the_template: "stop tokens: ['<|end|>']",
+    bos_is_not_in_the_template: "no <|pad|> in prompts",
 }
 
 
