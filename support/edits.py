@@ -14,6 +14,7 @@ import starter
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name of a function: its fingerprint
 OWN = {}  # name: the function of starter.py that another one has replaced
+IN_PLACE = {}  # name: that other one
 
 
 def fingerprint(function):
@@ -38,8 +39,10 @@ def is_shipped(name):
 
 
 def restore():
-    """Gives starter.py its own functions back."""
-    vars(starter).update(OWN)
+    """Gives starter.py its own functions back, but for those that you have set since."""
+    for name in OWN:
+        if getattr(starter, name) is IN_PLACE[name]:
+            setattr(starter, name, OWN[name])
     OWN.clear()
 
 
@@ -53,6 +56,7 @@ def wrap(**functions):
     for name in functions:
         OWN.setdefault(name, getattr(starter, name))
     vars(starter).update(functions)
+    IN_PLACE.update(functions)
 
 
 def log_edits(cfg):

@@ -56,8 +56,8 @@ class Guards:
         self.signal = 0  # the number of the first one that this process got
         lock(run)
         if run.writes_files:
-            first = run.state["step"] + 1
-            shutil.copyfile(starter.__file__, run.folder / f"starter_from_step_{first}.py")
+            copied = run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
+            shutil.copyfile(starter.__file__, copied)
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -103,17 +103,14 @@ class Guards:
 
     def log_step(self, step, metrics):
         run = self.run
-        length = metrics["response_length"]
-        numbers = {
-            "0_headline/reward": metrics["reward_mean"],
-        }
+        numbers = {"0_headline/reward": metrics["reward_mean"]}
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             numbers |= gpu.share_of_peak(metrics, run.cfg)
         if "kl_per_token" in metrics:
             name = "kl_to_teacher" if run.cfg.ref_model_id else "kl_per_token"
             numbers[f"0_headline/{name}"] = metrics["kl_per_token"]
-            numbers["kl_per_sequence"] = metrics["kl_per_token"] * length
+            numbers["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
         run.log("train", numbers, step)
 
     def report(self, result, policy, ref_model, llm, tokenizer, problems):
@@ -205,6 +202,6 @@ def evaluation_signs(metrics, state):
     elif lost:
         yield (
             "forgotten",
-            f"other skills are lost ({', '.join(lost)}): lower learning_rate, or raise kl_coef "
-            "(use_kl_penalty = True)",
+            f"other skills are lost ({', '.join(lost)}): lower learning_rate, or with "
+            "use_kl_penalty = True raise kl_coef",
         )

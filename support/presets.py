@@ -20,10 +20,10 @@ def choose(cfg):
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = "cuda" in str(cfg.device)
-    if cfg.model_id == "tiny" or (cfg.model_id is None and not on_gpu):
-        cfg.preset = "tiny"
-    elif cfg.model_id is None:
+    if cfg.model_id is None and on_gpu:
         choose_for_gpu(cfg)
+    elif cfg.model_id in (None, "tiny"):
+        cfg.preset = "tiny"
     else:
         cfg.preset = "qwen3-1.7b"
 

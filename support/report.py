@@ -40,7 +40,8 @@ def lines_of_report(result, nats, n, run):
     reference = run.cfg.ref_model_id or "model before training"
     yield (
         f"KL(policy || {reference}): {nats.mean():z.3f} nats per token, "
-        f"{nats.sum() / n:z.2f} nats per response"
+        f"{nats.sum() / n:z.2f} nats per response\n"
+        f"what some steps did to each token: {run.folder}/steps.html"
     )
 
 

@@ -132,10 +132,9 @@ def init_policy(model_id, device):
     try:
         policy, tokenizer = edits.own("init_policy")(model_id, device)
     except Exception as error:  # whatever transformers raises over files that others wrote
-        words = " ".join(str(error).split())
         raise InputError(
-            f"{str(model_id)!r} cannot be loaded ({words:.300}); give a folder written "
-            "by save_pretrained, or a Hugging Face name"
+            f"{str(model_id)!r} cannot be loaded ({' '.join(str(error).split()):.300}); give a "
+            "folder written by save_pretrained, or a Hugging Face name"
         ) from error
     config = policy.generation_config
     try:

@@ -28,6 +28,9 @@ from conftest import (
 )
 from forked import edited_text, import_copy, in_forks, write_copy
 
+import starter
+from support import edits
+
 ZERO = 33  # the token "0", which the checkpoint samples often
 
 
@@ -438,3 +441,20 @@ def test_edited_seams_run_in_the_place_of_those_of_support(checkpoint, tmp_path)
     call = str(checkpoint), write_copy(tmp_path / "copy", edited_text({}), True)
     [outcome] = in_forks("test_edits", "run_with_seams_edited", [call], tmp_path)
     assert outcome["status"] == 0, outcome["stderr"]
+
+
+def test_function_that_is_set_between_two_runs_runs_in_the_second(
+    checkpoint, tmp_path, monkeypatch
+):
+    """As in a notebook, where the first run has put support/'s around it."""
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=1))
+    calls = []
+    own = edits.own("compute_group_normalized_advantages")
+
+    def kept(*arguments):
+        calls.append(1)
+        return own(*arguments)
+
+    monkeypatch.setattr(starter, "compute_group_normalized_advantages", kept)
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=2))
+    assert len(calls) == 2
