@@ -56,8 +56,9 @@ class Guards:
         self.signal = 0  # the number of the first one that this process got
         lock(run)
         if run.writes_files:
-            copied = run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
-            shutil.copyfile(starter.__file__, copied)
+            shutil.copyfile(
+                starter.__file__, run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
+            )
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -119,6 +120,7 @@ class Guards:
         if run.cfg.lora_rank:
             lora.save_adapters(policy, run.folder / "adapters")
         report.report(result, policy, ref_model, llm, tokenizer, problems, run)
+        edits.restore()  # so that what is set before another run is around starter.py's own
         close()
         if run.stop and run.state["step"] < run.cfg.n_train_steps:
             print(

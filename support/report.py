@@ -82,8 +82,7 @@ def wilson_interval(share, n):
     """Returns the ends of the 95 % interval of a share of n (E. B. Wilson, 1927): the p that are
     1.96 standard deviations from it, n * (share - p)**2 = 1.96**2 * p * (1 - p)."""
     square = 1.96**2
-    ends = numpy.roots([n + square, -2 * n * share - square, n * share**2])
-    return sorted(ends)
+    return sorted(numpy.roots([n + square, -2 * n * share - square, n * share**2]))
 
 
 def log_hparams(run):

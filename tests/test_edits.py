@@ -29,7 +29,6 @@ from conftest import (
 from forked import edited_text, import_copy, in_forks, write_copy
 
 import starter
-from support import edits
 
 ZERO = 33  # the token "0", which the checkpoint samples often
 
@@ -449,7 +448,7 @@ def test_function_that_is_set_between_two_runs_runs_in_the_second(
     """As in a notebook, where the first run has put support/'s around it."""
     starter.main(**settings(checkpoint, tmp_path, n_train_steps=1))
     calls = []
-    own = edits.own("compute_group_normalized_advantages")
+    own = starter.compute_group_normalized_advantages  # its own again
 
     def kept(*arguments):
         calls.append(1)

@@ -25,7 +25,7 @@ from lab.crash_test import outcome
 from test_runs import Killed, at_call
 
 import starter
-from support import edits, ranks
+from support import edits, engines, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,13 @@ def make_runs(folder):
         assert 0.4 * n < sum(p.to_local().numel() for p in policy.parameters()) < 0.6 * n
 
     ranks.divide = divide
+    start, started = engines.init_vllm, []
+
+    def init_vllm(*options):
+        started.append(start(*options))  # one that is freed ends the groups of its process alone
+        return started[-1]
+
+    engines.init_vllm = init_vllm
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=LARGE_SCALE)
     for checkpoint, out, changes in json.loads(Path(folder, "runs.json").read_text()):
         edits.restore()

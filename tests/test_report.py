@@ -78,6 +78,14 @@ def test_picture_shows_what_was_measured(finished):
     assert {line.get_label(): list(line.get_ydata()) for line in lines} == {
         f"0_headline/{name}": list(logged[f"0_headline/{name}"].values()) for name in names
     }
+    units = ["mean reward", "share solved", "KL, nats per token"]
+    assert [panel.get_ylabel() for panel in figure.axes] == units
+    assert figure.get_supxlabel() == "step"
+    [interval] = figure.axes[1].collections
+    corners = {(step, round(height, 9)) for step, height in interval.get_paths()[0].vertices}
+    for step, share in logged["0_headline/solved"].items():
+        ends = report.wilson_interval(share, 10)
+        assert {(step, round(end, 9)) for end in ends} <= corners
 
 
 def test_saved_model_that_is_not_the_policy_is_told_after_the_report(
