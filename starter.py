@@ -1606,7 +1606,7 @@ if __name__ == "__main__":
         settings = settings_from(sys.argv[1:])
         test_functions()
         main(**settings)
-    except (InputError, RunStopped, FileNotFoundError) as error:
+    except (InputError, RunStopped, FileNotFoundError, PermissionError) as error:
         raise SystemExit(f"starter.py stopped: {error}")
     except KeyboardInterrupt:
         raise SystemExit(130)
