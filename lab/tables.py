@@ -164,11 +164,12 @@ def recipes_table():
 def precision_table():
     """vLLM against trainer, in the first and the last tenth of the steps."""
     runs = [run for run in runs_of("precision") if run[0]["engine"] == "vllm"]
-    for _, rows in runs:
+    for settings, rows in runs:
+        settings["model"] = settings.get("preset", "built-in")
         for row in rows:
             row["first"], *_, row["last"] = row["curve_nats"].split()
     measured = [("nats, first steps", "first", ".1g"), ("last steps", "last", ".1g"), MEASURED[0]]
-    return run_table(runs, ["precision"], measured)
+    return run_table(runs, ["model", "precision"], measured)
 
 
 def teacher_runs():

@@ -130,16 +130,18 @@ class Guards:
             raise SystemExit(128 + run.stop)
 
 
+def count_in_a_row(state, name, happens):
+    """Counts steps one after the other in which something happens."""
+    state[name] = state.get(name, 0) + 1 if happens else 0
+
+
 def update_state(metrics, state):
     """Keeps what warnings and the report need of earlier steps."""
-    state["n_equal"] = state.get("n_equal", 0) + 1  # steps in a row that teach nothing
-    if metrics["frac_zero_std"] < 1:
-        state["n_equal"] = 0
-    state["n_skipped"] = state.get("n_skipped", 0) + 1  # in a row
-    # An overflow of fp16 is none of them: the next loss is scaled less
+    count_in_a_row(state, "n_equal", metrics["frac_zero_std"] == 1)  # which teach nothing
+    is_finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
+    # An overflow of fp16 is none of those that are skipped: the next loss is scaled less
     is_scaled = math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1
-    if is_scaled or math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        state["n_skipped"] = 0
+    count_in_a_row(state, "n_skipped", not (is_finite or is_scaled))
     if state["n_skipped"] == 5:
         raise starter.RunStopped(
             "5 steps in a row had a loss or gradient that is not finite; mend a reward of nan or "

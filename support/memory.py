@@ -2,8 +2,8 @@
 
 import math
 import re
-from pathlib import Path
 
+import psutil  # comes with peft
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -81,7 +81,7 @@ def predicted_gb(config, cfg, n_tokens):
 
 def free_gb(cfg):
     """Returns the free memory of a GPU, less vLLM's share or cache, what a Mac lends to its, or the
-    free memory of this machine where /proc tells it, else inf."""
+    free memory of this machine."""
     if cfg.device.type == "mps":
         return torch.mps.recommended_max_memory() / 1e9
     if cfg.device.type == "cuda":
@@ -89,11 +89,7 @@ def free_gb(cfg):
         if cfg.engine == "vllm":
             free -= cfg.gpu_mem_util * (total if cfg.gpu_mem_util < 1 else 1e9)
         return free / 1e9
-    try:
-        text = Path("/proc/meminfo").read_text("utf-8")
-    except FileNotFoundError:
-        return math.inf
-    return int(re.search(r"MemAvailable:\s*(\d+) kB", text)[1]) * 1024 / 1e9
+    return psutil.virtual_memory().available / 1e9
 
 
 def check_fits(cfg):

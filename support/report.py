@@ -128,6 +128,7 @@ def draw(run, n):
                 ends = zip(*[wilson_interval(value, n) for value in values])
                 panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
     panels[1].legend()
+    panels[1].locator_params("x", integer=True)
     figure.supxlabel("step")
     figure.savefig(run.folder / "curve.png")
     return figure
