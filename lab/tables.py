@@ -437,14 +437,15 @@ def draw_curves(panel, runs, column, name):
             [line] = panel.plot(shares, values, f"C{i}")
         line.set_label(settings[name])
     panel.set_xlabel("share of the steps")
-    panel.legend()
+    panel.legend(title=name)
 
 
 def draw_learning(figure):
     """Solved and other skills over the steps."""
     left, right = figure.subplots(1, 2)
-    draw_curves(left, runs_of("learning"), "curve_solved", "KL penalty")
-    draw_curves(right, runs_of("learning"), "curve_kept", "KL penalty")
+    runs = runs_of("learning")[:2]  # without an adaptive rule
+    draw_curves(left, runs, "curve_solved", "KL penalty")
+    draw_curves(right, runs, "curve_kept", "KL penalty")
     left.set_ylabel("trained task: share solved")
     right.set_ylabel("four other skills: share solved")
 

@@ -1,6 +1,7 @@
 """integrations/trl_kl.py beside TRL's own GRPOTrainer and beside starter.py."""
 
 import functools
+import math
 import re
 from unittest import mock
 
@@ -225,6 +226,21 @@ def test_loss_and_gradients_equal_those_of_starter(checkpoint, tmp_path):
         if kl.kl_estimator in vocab_kl:
             metadata, *_ = trainer._note_kl.call_args.args
             torch.testing.assert_close(metadata["kl_per_token"], vocab_kl["exact"])
+
+
+def test_kl_is_the_mean_over_the_tokens_of_all_processes(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, **IN_REWARD)
+    trainer.model.train()
+    trainer._kl_sums = 0.0
+    trainer.controller = mock.Mock()
+    kl = torch.tensor([[1.0, 3.0, math.nan]])
+    names = ("kl_penalty_mean", "adaptive_kl/adapted_kl", "kl_per_token")
+    others = torch.tensor([8.0, 10.0, 12.0, 2.0])  # sums of another process, over two tokens
+    with mock.patch.object(trainer.accelerator, "reduce", others.add):
+        trainer._note_kl(dict.fromkeys(names, kl), torch.tensor([[True, True, False]]), 0.2)
+    assert trainer._metrics["train"]["kl"] == [3.0]
+    assert trainer._metrics["train"]["adaptive_kl/adapted_kl"] == [3.5]
+    assert trainer.controller.update.call_args.args[0] == 4.0
 
 
 # Training
