@@ -9,6 +9,7 @@ stay. It stands in a copy of the repository, where the quick ones of TESTS run u
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -24,7 +25,8 @@ TESTS = [
     "tests/test_gpu.py::test_every_tensor_of_a_step_is_on_the_policys_device",
 ]
 SECTIONS = range(5, 12)
-SECONDS = 300  # a mutant that runs longer is seen
+SECONDS = 300  # a mutant that runs longer is seen, and one that takes more memory
+BYTES = 6 << 30
 
 
 def mutants(source):
@@ -70,6 +72,7 @@ def is_seen(mutant):
 
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder) / "repository"
         shutil.copytree(REPOSITORY, folder, ignore=shutil.ignore_patterns(".git", "runs"))
