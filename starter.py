@@ -1491,7 +1491,7 @@ def main(
     if watch:
         optimizer.state.clear()  # room for a second model
         watch.report(result, policy, ref_model, llm, tokenizer, problems)
-    print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {cfg.out_dir}")
+    print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {run.folder.parent}")
     return result
 
 

@@ -1,11 +1,7 @@
 """Checkpoints of LoRA and of several processes: what learns, and the optimiser's moments, whole and
 on the CPU."""
 
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 # The first of several processes gets the whole state, the others nothing.
 OPTIONS = StateDictOptions(

@@ -115,7 +115,7 @@ def draw(run, n):
 
     run.writer.flush()
     log = EventAccumulator(str(run.folder)).Reload()
-    figure = Figure(figsize=(6, 7), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     panels = figure.subplots(3, sharex=True)
     for panel, unit in zip(panels, PANELS):
         panel.set_ylabel(unit)
@@ -127,7 +127,7 @@ def draw(run, n):
             if tag == "0_headline/solved":
                 ends = zip(*[wilson_interval(value, n) for value in values])
                 panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
-    panels[1].legend()
+    panels[1].legend(loc=(1.01, 0))
     panels[1].locator_params("x", integer=True)
     figure.supxlabel("step")
     figure.savefig(run.folder / "curve.png")

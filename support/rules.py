@@ -64,7 +64,7 @@ def check_kinds(cfg):
         kinds = KINDS.get(type(example))
         if kinds and type(value) not in kinds and name != "clip_range":  # may be two numbers
             raise InputError(
-                f"{name} = {value!r:.200} must be {kinds[-1].__name__}, such as {example!r}"
+                f"{name} = {value!r:.200} must be {kinds[-1].__name__}, such as {example or 1!r}"
             )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
@@ -221,17 +221,21 @@ def check_resume(run):
         before = settings_in(path.read_text("utf-8"))
     run.cfg.sources = before.get("sources", {})
     now = settings_in(json.dumps(vars(run.cfg), default=str))
+    needed = ""
     for name, old in before.items():
         new = now.get(name, old)
         if new == old or name == "resume":
             continue
         ends = {Path(str(x)).parts[-2:] for x in (old, new)}  # of a file or folder, elsewhere
         if name in FIXED and len(ends) > 1:
-            raise InputError(
-                f"{name} = {new!r} would break the curve of {run.folder}; type --preset "
-                f"{before['preset']} --{name} {old}, or leave out --resume for a new run"
-            )
-        print(f"resume: {name} was {old!r}, now it is {new!r}")
+            needed += f" --{name} {old}"
+        else:
+            print(f"resume: {name} was {old!r}, now it is {new!r}")
+    if needed:
+        raise InputError(
+            f"other settings would break the curve of {run.folder}; type --preset "
+            f"{before['preset']}{needed}, or leave out --resume for a new run"
+        )
     for checkpoint in run.folder.glob("checkpoint_*.pt"):
         if run.writes_files and not is_whole(checkpoint):
             checkpoint.rename(checkpoint.with_suffix(".damaged"))

@@ -45,7 +45,7 @@ def refusal(check, *arguments, **settings):
 # 1. Parameters of main()
 
 WRONG = {
-    "--seed 0.5": "seed = 0.5 must be int, such as 0",
+    "--seed 0.5": "seed = 0.5 must be int, such as 1",
     "--model_id tiny --n_train_steps 1,0": "n_train_steps = (1, 0) must be int, such as 150",
     "--learning_rate": "learning_rate = True must be float",
     "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool",
@@ -235,7 +235,7 @@ def resumed(folder, text, **began_with):
     return SimpleNamespace(cfg=cfg, folder=folder, writes_files=True)
 
 
-@pytest.mark.parametrize("text", ["--group_size 4", "--model_id other/tiny", "--task a/b.jsonl"])
+@pytest.mark.parametrize("text", ["--group_size 4 --model_id other/tiny", "--task a/b.jsonl"])
 def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_path, text):
     """What the message says to type is right."""
     printed = refusal(rules.check_resume, resumed(tmp_path, text))
