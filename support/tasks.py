@@ -195,7 +195,7 @@ def read_problems(source):
         raise InputError(
             f"{source}, problem {len(problems) + 1}: {error!s:.150}; write UTF-8, and a JSON "
             "object into each line: 'prompt' is a text, or messages with a text as 'content' and a "
-            f"'role' of {ROLES}; 'answer' is a text or number, without tags (or the last message)"
+            f"'role' of {ROLES}; 'answer' is a text or number, without tags"
         )
     print(f"{source}: {len(problems)} problems; the first: {problems[:1]!r:.500}")
     return problems
