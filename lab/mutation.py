@@ -26,7 +26,7 @@ TESTS = [
 ]
 SECTIONS = range(5, 12)
 SECONDS = 300  # a mutant that runs longer is seen, and one that takes more memory
-BYTES = 6 << 30
+MEMORY = (6 << 30, 6 << 30)  # bytes, soft and hard
 
 
 def mutants(source):
@@ -72,7 +72,7 @@ def is_seen(mutant):
 
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(SECONDS)
-    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, MEMORY)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder) / "repository"
         shutil.copytree(REPOSITORY, folder, ignore=shutil.ignore_patterns(".git", "runs"))

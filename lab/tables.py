@@ -18,6 +18,8 @@ import sys
 
 from lab.architectures import MODES
 from lab.race import race_lines
+import numpy
+
 from lab.rows import REPOSITORY, RESULTS, read_csv
 
 PAGES = [
@@ -433,7 +435,7 @@ def draw_curves(panel, runs, column, name):
     for i, (settings, rows) in enumerate(runs):
         for row in rows:
             values = [float(value) for value in row[column].split()]
-            shares = [k / (len(values) - 1) for k in range(len(values))]
+            shares = numpy.linspace(0, 1, len(values))
             [line] = panel.plot(shares, values, f"C{i}")
         line.set_label(settings[name])
     panel.set_xlabel("share of the steps")
