@@ -16,10 +16,10 @@ import re
 import statistics
 import sys
 
-from lab.architectures import MODES
-from lab.race import race_lines
 import numpy
 
+from lab.architectures import MODES
+from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, read_csv
 
 PAGES = [
