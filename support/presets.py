@@ -19,8 +19,7 @@ def choose(cfg):
         return
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    on_gpu = "cuda" in str(cfg.device)
-    if cfg.model_id is None and on_gpu:
+    if cfg.model_id is None and "cuda" in str(cfg.device):
         choose_for_gpu(cfg)
     elif cfg.model_id in (None, "tiny"):
         cfg.preset = "tiny"

@@ -37,11 +37,10 @@ def lines_of_report(result, nats, n, run):
             yield f"  {name:<18} {before:6.1%} -> {now:6.1%}  ({100 * (now - before):+.1f} points)"
     low, high = wilson_interval(result["after"]["solved"], n)
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
-    reference = run.cfg.ref_model_id or "model before training"
     yield (
-        f"KL(policy || {reference}): {nats.mean():z.3f} nats per token, "
-        f"{nats.sum() / n:z.2f} nats per response\n"
-        f"what some steps did to each token: {run.folder}/steps.html"
+        f"KL(policy || {run.cfg.ref_model_id or 'model before training'}): "
+        f"{nats.mean():z.3f} nats per token, {nats.sum() / n:z.2f} nats per response\n"
+        f"what trained steps did to each token: {run.folder}/steps.html"
     )
 
 

@@ -73,7 +73,7 @@ def after_step(run, step, metrics, samples):
     order = rewards.view(-1, size).std(1).argsort(descending=True).tolist()
     order.insert(1, order.pop())  # a group of equal rewards, if there is one
     groups = []
-    for g in order[: 2 + 64 // run.cfg.max_new_tokens]:
+    for g in order[: 2 + 512 // (size * run.cfg.max_new_tokens)]:
         shown = []
         for i in range(g * size, g * size + size):
             ids = responses[i].response_ids
@@ -88,8 +88,8 @@ def after_step(run, step, metrics, samples):
             for name, values in numbers.get(i, {}).items():
                 response[name] = " ".join(f"{values[t]:.5g}" for t in places if t < len(values))
             shown.append(response)
-        prompt = tokenizer.decode(problems[g]["prompt_ids"])
-        groups.append({"prompt": prompt[-400:], "responses": shown})
+        prompt = tokenizer.decode(problems[g]["prompt_ids"])[-400:]
+        groups.append({"prompt": prompt, "responses": shown})
     content = {
         "step": step,
         "metrics": metrics,
@@ -100,8 +100,8 @@ def after_step(run, step, metrics, samples):
     }
     texts = run.state.setdefault("steps_shown", [])  # those before a resume, too
     texts.append(json.dumps(content, default=float).replace("<", "\\u003c"))
-    while sum(map(len, texts)) > 475_000:  # bytes; the second-oldest step makes room
+    while len(texts) > 2 and sum(map(len, texts)) > 475_000:  # bytes; first and last step stay
         del texts[1]
     if run.writes_files:
-        page = run.folder / "steps.html"
-        page.write_text(TEMPLATE.replace("STEPS", f"[{','.join(texts)}]"), "utf-8")
+        text = TEMPLATE.replace("STEPS", f"[{','.join(texts)}]")
+        (run.folder / "steps.html").write_text(text, "utf-8")

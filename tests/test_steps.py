@@ -84,18 +84,21 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
     assert max(len(r["tokens"]) for r in responses) == 6
 
 
-def test_page_of_long_responses_of_large_groups_stays_below_500_kilobytes(tmp_path, monkeypatch):
-    size, length = 64, 5000
+@pytest.mark.parametrize("size, length, n_groups", [(64, 5000, 2), (64, 8, 8), (256, 8, 4)])
+def test_page_stays_below_500_kilobytes_and_has_the_last_step(
+    tmp_path, monkeypatch, size, length, n_groups
+):
     monkeypatch.setattr(steps, "tokenizer", make_tokenizer())
     monkeypatch.setattr(starter, "token_statistics", lambda *_: {"log_probs": -numbers})
-    numbers = torch.rand(2 * size, length + 1)
-    responses = [starter.Response([5, 6], [7] * length, [0.0] * length, False)] * 2 * size
+    n = n_groups * size
+    numbers = torch.rand(n, length + 1)
+    responses = [starter.Response([5, 6], [7] * length, [0.0] * length, False)] * n
     cfg = starter.cfg_with(group_size=size, max_new_tokens=length)
     run = SimpleNamespace(cfg=cfg, state={"scaler": {}}, writes_files=True, folder=tmp_path)
     for step in range(1, 9):
         values = {name: numbers for name in "abcdefghi"}
-        steps.CALLS.append((None, {"row": torch.arange(2 * size)}, values))
-        problems = [{"prompt_ids": [5, 6] * 5000}] * 2
+        steps.CALLS.append((None, {"row": torch.arange(n)}, values))
+        problems = [{"prompt_ids": [5, 6] * 5000}] * n_groups
         steps.after_step(run, step, {}, (problems, None, numbers[:, 0], responses))
     assert (tmp_path / "steps.html").stat().st_size < 500_000
     kept = [step["step"] for step in read_page(tmp_path)]
