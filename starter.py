@@ -8,40 +8,35 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
     python starter.py --model_id ID --task FILE.jsonl --learning_rate 1e-5 --max_new_tokens 64
-                                            what a copy without support/ needs
+                                            what a lone copy of this file needs
 
-The file follows the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
-penalty, loss. The loop that joins them is train() in section 13, and all numbers are in main() in
-section 14. Read those two first, then sections 6 to 10.
+Where to begin: train() in section 13 is the loop, and main() in section 14 has all numbers.
+Sections 1 to 10 follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
+penalty, loss, evaluation. Section 11 holds the mechanics, which you may skip: the only functions
+that are replaced, by faster ones, where the other folders lie beside this file. Everything else is
+called as it stands: what you change here is what runs.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
 the KL term's value is k3, but its gradient at each token is that of KL(policy || reference).
 
-The folder support/ is optional: it makes the same computation faster, adds LoRA and several
-processes, and watches over a run. What you change here is what runs.
-
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
 
 import os
 
-ENVIRONMENT = {  # read by libraries while they are imported; a value from outside wins
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "GOMP_SPINCOUNT": "2000",
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process
-}
-for variable, setting in ENVIRONMENT.items():
-    os.environ.setdefault(variable, setting)
+# Libraries read these while they are imported. A value from outside wins.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # "true" warns in each new process
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # torch's idle threads soon leave their cores
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # memory in large pages, which are quicker
 
 import argparse
 import ast
 import copy
+import difflib
 import functools
 import glob
 import importlib.util
@@ -73,27 +68,25 @@ class RunStopped(RuntimeError):
 
 
 def check_known(name, value, options):
-    """Raises InputError for a value that is not one of the options."""
+    """Raises InputError for a value that is not one of the options, which are texts."""
     if value not in options:
-        raise InputError(f"{name} = {value!r} is not known; use one of {sorted(options)}")
-
-
-def find_support():
-    """Returns the module support.attach, or None if that folder does not lie beside this file."""
-    if not Path(__file__).with_name("support").is_dir():
-        return None
-    # So that support/ imports this very module, and no second one
-    sys.modules.setdefault("starter", sys.modules[__name__])
-    from support import attach
-
-    return attach
+        near = difflib.get_close_matches(str(value), options)
+        raise InputError(f"{name} = {value!r} is not known; use one of {near or sorted(options)}")
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. Problems.  In: the name of a task or file. Out: training problems and held-out problems.
+# 1. Problems.  In: the name of a task or file. Out: problems to train on, and held-out ones.
 #
 # A problem is a dict with "prompt" and whatever the reward needs. A task is a function from the
-# settings of main() to (training problems, held-out problems), given as task or named in TASKS.
+# settings of main() to (problems to train on, held-out problems).
+
+TASKS = {}  # name: task; add yours here, or give the function itself as main()'s task
+
+
+class Problems(NamedTuple):
+    train: list
+    held_out: list
+    other_skills: list = ()  # which are not trained; evaluations ask them, and show what is lost
 
 
 def is_held_out(*key):
@@ -101,20 +94,24 @@ def is_held_out(*key):
     return zlib.crc32(repr(key).encode()) % 4 == 0
 
 
-def read_problems(source):
-    """The path of a JSONL file -> its problems. "prompt" is a text or a list of chat messages,
-    "answer" a text or a number; other keys are for a reward of your own.
-    support/ replaces this function: it reads other files too, and explains what is wrong."""
+def read_problems(path):
+    """A JSONL file -> its problems. "prompt" is a text or a list of chat messages, "answer" a text
+    or a number. Other keys stay in the problem, for a reward of your own."""
+    support = find_support()
+    if support:  # other kinds of files and data sets too, with the same two keys in the end
+        rows = support.read_rows(path)
+    else:
+        lines = Path(path).read_text("utf-8-sig").split("\n")
+        rows = (json.loads(line) for line in lines if line.strip())
     problems = []
-    for line in filter(str.strip, open(source, encoding="utf-8-sig")):
-        try:
-            problem = json.loads(line)
-            problems.append({"prompt": problem["prompt"], "answer": problem["answer"], **problem})
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{source}, problem {len(problems) + 1} is no JSON object with 'prompt' and "
-                f"'answer' ({error!r}); mend its line"
-            )
+    try:
+        for row in rows:
+            problems.append({**row, "prompt": row["prompt"], "answer": row["answer"]})
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}, problem {len(problems) + 1} is no JSON object with 'prompt' and 'answer' "
+            f"({error!r}); mend its line"
+        ) from error
     return problems
 
 
@@ -122,32 +119,33 @@ def problems_of_files(cfg):
     """Problems of cfg.task and cfg.eval_file; without an eval_file a quarter is held out."""
     problems = read_problems(cfg.task)
     if cfg.eval_file is not None:
-        return problems, read_problems(cfg.eval_file)
-    train = [problem for problem in problems if not is_held_out(problem["prompt"])]
-    held_out = [problem for problem in problems if is_held_out(problem["prompt"])]
-    return train, held_out
-
-
-TASKS = {}  # support/tasks.py adds Countdown, in two sizes, and addition
-
-
-class Problems(NamedTuple):
-    train: list
-    held_out: list
+        held_out = read_problems(cfg.eval_file)
+    else:
+        held_out = [problem for problem in problems if is_held_out(problem["prompt"])]
+        problems = [problem for problem in problems if not is_held_out(problem["prompt"])]
+    if len(held_out) > cfg.n_eval_problems:  # a fixed sample: a file may be sorted by difficulty
+        held_out = random.Random(0).sample(held_out, cfg.n_eval_problems)
+    return problems, held_out
 
 
 def load_problems(cfg):
-    """Returns the Problems of cfg.task."""
-    task = TASKS.get(cfg.task, cfg.task)
+    """Returns the Problems of cfg.task: a function, a name in TASKS, or the path of a file. Some
+    models have problems of other skills beside them, each with its skill's name under "skill"."""
+    task = cfg.task
     if not callable(task):
-        task = problems_of_files
+        task = TASKS.get(task, problems_of_files)
     train, held_out = task(cfg)
-    return Problems(train, held_out[: cfg.n_eval_problems])
+    other_skills = []
+    path = Path(cfg.model_id, "retention.jsonl")
+    if path.is_file():
+        other_skills = read_problems(path)
+    return Problems(train, held_out[: cfg.n_eval_problems], other_skills)
 
 
 def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step (from 0). The list is shuffled anew for each pass over
-    it. The choice depends on step and seed alone, so that a resumed run sees the same ones."""
+    it; where a pass ends within a step, a problem can come twice in that step. The choice depends
+    on step and seed alone, so that a resumed run sees the same ones."""
     pass_number, start = divmod(step * n, len(problems))
     upcoming = []  # from the beginning of this pass on
     while len(upcoming) < start + n:
@@ -165,7 +163,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 
 def autocast(device, precision):
-    """Within it the layers compute in this precision. Weights, logits and the loss are float32."""
+    """Within it the layers compute in this precision. The weights and the loss are float32."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
@@ -182,17 +180,27 @@ def init_policy(model_id, device):
     bf16, 84 to 98 % of the updates at learning rates of 1e-5 to 1e-6 would round to nothing."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policy, loading = AutoModelForCausalLM.from_pretrained(
-        model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-    )
+    try:
+        policy, loading = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises over files that others wrote
+        raise InputError(
+            f"{str(model_id)!r} cannot be loaded ({' '.join(str(error).split()):.300}); give a "
+            "folder written by save_pretrained, or a Hugging Face name"
+        ) from error
     if loading["missing_keys"]:  # transformers would give random numbers to them
-        raise InputError(f"{model_id} holds no weights for {sorted(loading['missing_keys'])[:3]}")
-    tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+        raise InputError(
+            f"{str(model_id)!r} cannot be loaded: it holds no weights for "
+            f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
+        )
     head = policy.get_output_embeddings()
     if type(head) is torch.nn.Linear:
-        head.__class__ = Float32Head  # the same weights; a deepcopy of the policy keeps it
-    if getattr(policy.config.get_text_config(), "attn_logit_softcapping", None):
-        policy.set_attn_implementation("eager")  # torch's fused kernel leaves the soft-cap out
+        head.__class__ = Float32Head  # another forward(), with the same weights
+    support = find_support()
+    if support:
+        support.mend_model(policy, tokenizer)  # what some models and tokenizers need
     return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
@@ -208,26 +216,33 @@ def init_teacher(ref_model_id, tokenizer, device):
     return teacher.requires_grad_(False)
 
 
-def train_checkpointed_layers(policy):
-    """Puts into train mode the layers that gradient checkpointing runs again, and nothing inside
-    them: dropout would change the log-probs at random."""
+def turn_checkpointing_on(policy):
+    """Gradient checkpointing runs layers again in the backward pass, if they are in train mode. All
+    other modules stay in eval mode: dropout would change the log-probs at random."""
     for module in policy.modules():
         module.training = hasattr(module, "gradient_checkpointing")  # an attribute of such layers
 
 
 def find_stop_tokens(policy, tokenizer):
-    """Returns the ids that end a response: EOS, and those in generation_config, such as a turn's
-    end."""
+    """Returns the ids that end a response: EOS, and those in generation_config, such as the end of
+    a turn."""
     stop_tokens = policy.generation_config.eos_token_id
     if not isinstance(stop_tokens, list):
         stop_tokens = [stop_tokens]
-    return sorted({*stop_tokens, tokenizer.eos_token_id} - {None})
+    stop_tokens = [*stop_tokens, tokenizer.eos_token_id]
+    support = find_support()
+    if support:
+        stop_tokens.append(support.end_of_turn(tokenizer))  # of its chat template
+    return sorted({*stop_tokens} - {None})
 
 
 def ids_of_prompt(prompt, tokenizer, enable_thinking):
     """A text or chat messages -> token ids, in the tokenizer's chat template if it has one."""
     if tokenizer.chat_template is None:
-        return tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
+        if ids and ids[-1] == tokenizer.eos_token_id:  # some put EOS behind each text
+            ids = ids[:-1]
+        return ids
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(
@@ -239,11 +254,21 @@ def ids_of_prompt(prompt, tokenizer, enable_thinking):
 def with_prompt_ids(problems, policy, tokenizer, cfg):
     """Returns the problems that fit into the model's context, each with the token ids of its prompt
     under "prompt_ids". Responses are never tokenised: the sampler's ids are used as they are."""
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or -1
+    config = policy.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if context < 0:  # of models without a limit
+        context = math.inf
     fitting = []
     for problem in problems:
-        ids = ids_of_prompt(problem["prompt"], tokenizer, cfg.enable_thinking)
-        if context < 0 or len(ids) + cfg.max_new_tokens <= context:  # -1: no limit
+        try:
+            ids = ids_of_prompt(problem["prompt"], tokenizer, cfg.enable_thinking)
+        except Exception as error:  # whatever others' templates raise
+            raise InputError(
+                f"no prompt for this tokenizer can be made of {problem['prompt']!r:.200} "
+                f"({error!s:.200}); give texts where there is no chat template, and no system "
+                "message where it has no such role"
+            ) from error
+        if len(ids) + cfg.max_new_tokens <= context:
             fitting.append({**problem, "prompt_ids": ids})
     if len(fitting) < len(problems):
         print(
@@ -254,50 +279,9 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Engine.  In: the policy's weights. Out: a vLLM engine that samples with them.
+# 3. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 
-
-def weights_by_name(policy):
-    """Yields (name, tensor) of the parameters and persistent buffers, as state_dict() names them.
-    support/ replaces this function: it merges LoRA's adapters, and joins what processes divide."""
-    yield from policy.state_dict().items()
-
-
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
-    """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours.
-    support/ replaces this function: it knows more kinds of machines."""
-    from vllm import LLM
-
-    print("vLLM draws the tokens by itself; draw_tokens has no part in it")
-    return LLM(
-        str(model_id),
-        seed=seed,
-        dtype=DTYPES[precision],
-        hf_overrides={"head_dtype": "float32"},  # like Float32Head
-        max_model_len=max_model_len,
-        gpu_memory_utilization=gpu_mem_util,
-        logprobs_mode="processed_logprobs",
-        use_tqdm_on_load=False,
-    )
-
-
-def load_weights_in_worker(worker, weights):
-    """Runs inside vLLM. weights: {name: tensor}, as in a checkpoint.
-    support/ replaces this function: it checks that each weight of vLLM's model got a new value."""
-    worker.reload_weights(weights_iterator=weights.items())
-
-
-def load_policy_into_vllm_instance(policy, llm):
-    """Hands the policy's weights to vLLM, which would sample from an old policy otherwise."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # Named as in checkpoints
-    weights = revert_weight_conversion(policy, dict(weights_by_name(policy)))
-    llm.collective_rpc(load_weights_in_worker, args=(weights,))
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
+TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
 
 class Response(NamedTuple):
@@ -315,10 +299,96 @@ def seed_for(cfg, purpose):
     return seed
 
 
+def scale_logits(logits, temperature):
+    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
+    forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature in (0, 1):  # 0: greedy, scored at 1
+        return logits
+    return logits / temperature
+
+
+def draw_from(probs, uniform):
+    """(B, V) probabilities, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens.
+
+    With probabilities [0.2, 0.5, 0.3] a number below 0.2 draws token 0, one below 0.7 token 1
+    (inverse transform sampling). torch.multinomial would draw other tokens for a row on another
+    device, or among other rows."""
+    if probs.device.type != "mps":  # mps has no float64
+        probs = probs.double()
+    cumulative = probs.cumsum(dim=1)
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return tokens.clamp(max=probs.shape[1] - 1)
+
+
+def draw_tokens(logits, uniform, temperature):
+    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
+    probs = scale_logits(logits, temperature).softmax(dim=1)
+    if temperature == 0:
+        tokens = probs.argmax(dim=1, keepdim=True)
+    else:
+        tokens = draw_from(probs, uniform)
+    return tokens, probs.gather(1, tokens).log()
+
+
+def decode(policy, prompts, uniform, cfg, temperature):
+    """B prompts of any lengths, (B, max_new_tokens) uniform numbers -> B Responses."""
+    stop_tokens = torch.tensor(cfg.stop_token_ids, device=policy.device)
+    next_logits = start_decoding(policy, prompts)
+    tokens = None  # (B, 1) those drawn last
+    drawn = []  # (B, 1) each
+    log_probs = []  # (B, 1) each
+    is_running = torch.ones_like(uniform[:, :1], dtype=torch.bool)
+    lengths = torch.zeros_like(is_running, dtype=torch.long)
+    for t in range(cfg.max_new_tokens):
+        logits = next_logits(tokens)
+        tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
+        drawn.append(tokens)
+        log_probs.append(token_log_probs)
+        lengths += is_running
+        is_running &= ~torch.isin(tokens, stop_tokens)
+        if not is_running.any():
+            break
+    responses = []
+    rows = zip(prompts, torch.cat(drawn, dim=1).tolist(), torch.cat(log_probs, dim=1).tolist())
+    for i, (prompt_ids, ids, ids_log_probs) in enumerate(rows):
+        n = lengths[i].item()
+        finished = not is_running[i].item()
+        responses.append(Response(prompt_ids, ids[:n], ids_log_probs[:n], finished))
+    return responses
+
+
+@torch.no_grad()
+def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
+    """P lists of prompt ids -> P * group_size Responses, group after group. Response i draws with
+    seed + i, whatever else is sampled."""
+    policy.eval()  # in train mode gradient checkpointing drops the cache
+    prompts = [prompt_ids for prompt_ids in prompts for _ in range(group_size)]
+    n_at_once = max(1, TOKENS_AT_ONCE // (max(map(len, prompts)) + cfg.max_new_tokens))
+    responses = []
+    with autocast(policy.device, cfg.precision):
+        for start in range(0, len(prompts), n_at_once):
+            some = prompts[start : start + n_at_once]
+            uniform = []
+            for i in range(start, start + len(some)):
+                generator = torch.Generator().manual_seed(seed + i)
+                uniform.append(torch.rand(cfg.max_new_tokens, generator=generator))
+            uniform = torch.stack(uniform).to(policy.device)
+            responses += decode(policy, some, uniform, cfg, temperature)
+    return responses
+
+
 def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     """P lists of prompt ids -> P * group_size Responses, group after group."""
     from vllm import SamplingParams
 
+    longest = max(map(len, prompts)) + cfg.max_new_tokens
+    most = llm.llm_engine.model_config.max_model_len
+    if longest > most:  # it would cut them without a word
+        raise RunStopped(
+            f"vLLM was started for {most} tokens of prompt and response, and {longest} are asked "
+            "for; give main() the largest max_new_tokens of the run"
+        )
     params = [
         SamplingParams(
             n=group_size,
@@ -347,142 +417,35 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     return responses
 
 
-def scale_logits(logits, temperature):
-    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
-    forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature in (0, 1):  # 0: greedy, scored at 1
-        return logits
-    return logits / temperature
-
-
-def draw_from(probs, uniform):
-    """Inverse transform sampling: (B, V) probabilities, (B, 1) uniform numbers -> (B, 1) tokens."""
-    if probs.device.type != "mps":  # mps has no float64
-        probs = probs.double()
-    cumulative = probs.cumsum(dim=1)
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return tokens.clamp(max=probs.shape[1] - 1)
-
-
-def draw_tokens(logits, uniform, temperature):
-    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
-    probs = scale_logits(logits, temperature).softmax(dim=1)
-    if temperature == 0:
-        tokens = probs.argmax(dim=1, keepdim=True)
-    else:
-        tokens = draw_from(probs, uniform)
-    return tokens, probs.gather(1, tokens).log()
-
-
-def rows_to_decode(prompts, max_new_tokens):
-    """Prompts -> lists of the indices of those that are decoded together. These have one length:
-    recurrent and sliding-window layers would read padding in front of the response as text.
-    support/ replaces this function together with next_logits."""
-    rows_of_length = {}
-    for i, prompt_ids in enumerate(prompts):
-        rows_of_length.setdefault(len(prompt_ids), []).append(i)
-    return [rows for _, rows in sorted(rows_of_length.items())]
-
-
-@functools.cache
-def forward_parameters(model_class):
-    """Returns the names of what the forward() of this class of models accepts."""
-    return set(inspect.signature(model_class.forward).parameters)
-
-
-def next_logits(policy, ids, cache=None):
-    """(B, n) prompts and what was drawn so far -> (B, V) logits of the next token, and the model's
-    cache of keys and values for the next call. A model without one reads all ids each time.
-    support/ replaces this function by one that reads a prompt once for its group."""
-    accepted = forward_parameters(type(policy))
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    options = {}
-    if cache is not None:
-        options["past_key_values"] = cache
-        ids, positions = ids[:, -1:], positions[:, -1:]
-    if "logits_to_keep" in accepted:
-        options["logits_to_keep"] = 1
-    has_rope = getattr(policy.config.get_text_config(), "rope_parameters", None) is not None
-    if has_rope and "position_ids" in accepted:  # some models count from 0 in each call
-        options["position_ids"] = positions
-    outputs = policy(input_ids=ids, use_cache=True, **options)
-    return outputs.logits[:, -1], getattr(outputs, "past_key_values", None)
-
-
-@torch.no_grad()
-def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
-    """P lists of prompt ids -> P * group_size Responses, group after group. Response i draws with
-    seed + i, whatever else is sampled."""
-    policy.eval()  # in train mode gradient checkpointing drops the cache
-    stop_tokens = torch.tensor(cfg.stop_token_ids, device=policy.device)
-    prompts = [prompt_ids for prompt_ids in prompts for _ in range(group_size)]
-    responses = [None] * len(prompts)
-    for rows in rows_to_decode(prompts, cfg.max_new_tokens):
-        generators = [torch.Generator().manual_seed(seed + i) for i in rows]
-        uniform = torch.stack([torch.rand(cfg.max_new_tokens, generator=g) for g in generators])
-        uniform = uniform.to(policy.device)
-        # Only support/ puts prompts of several lengths together. It knows the padding by the -1.
-        ids = pad_sequence([torch.tensor(prompts[i]) for i in rows], True, -1).to(policy.device)
-        n_before = ids.shape[1]
-        log_probs = []  # (B, 1) each
-        is_running = torch.ones_like(ids[:, :1], dtype=torch.bool)
-        lengths = torch.zeros_like(ids[:, :1])
-        cache = None
-        with autocast(policy.device, cfg.precision):
-            for t in range(cfg.max_new_tokens):
-                logits, cache = next_logits(policy, ids, cache)
-                tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
-                ids = torch.cat([ids, tokens], dim=1)
-                log_probs.append(token_log_probs)
-                lengths += is_running
-                is_running &= ~torch.isin(tokens, stop_tokens)
-                if not is_running.any():
-                    break
-        drawn = ids[:, n_before:].tolist()
-        log_probs = torch.cat(log_probs, dim=1).tolist()
-        for row, i in enumerate(rows):
-            n = lengths[row].item()
-            responses[i] = Response(
-                prompts[i], drawn[row][:n], log_probs[row][:n], not is_running[row]
-            )
-    return responses
-
-
 def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
     """P lists of prompt ids -> P * group_size Responses of the policy as it is now."""
     seed = seed_for(cfg, purpose)
-    if llm is None:
-        return rollout_with_transformers(policy, prompts, cfg, seed, group_size, temperature)
-    load_policy_into_vllm_instance(policy, llm)
-    return rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
+    if llm is not None:
+        load_policy_into_vllm_instance(policy, llm)
+    return sample(policy, llm, prompts, cfg, seed, group_size, temperature)
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
+# 4. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
 
-# One number and nothing else, as "-12", "$1,234.50", "18 %" are, and "007", "1/2", "1,2" are not
-NUMBER = re.compile(
-    r"-?[$\u20ac\u00a3]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)?(?:\.\d+)?(?<=\d) ?%?", re.ASCII
-)
+# "-12", "1,234.50" and ".5" are numbers; "007", "1/2" and "1,2" are texts
+NUMBER = re.compile(r"-?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)", re.ASCII)
 
 
 def normalized_answer(text):
-    """Returns a text without differences of case and spaces, or the number that it is."""
-    text = " ".join(text.replace("\u2212", "-").split())
+    """Returns the number that a text is, whatever its unit ("$5", "5 %"), or the text without
+    differences of case and spaces."""
+    text = " ".join(text.replace("\u2212", "-").split())  # a typographical minus
     text = text.casefold().removesuffix(".")
-    if len(text) <= 100 and NUMBER.fullmatch(text):
-        return Fraction(re.sub(r"[^\d.-]", "", text))
+    number = re.sub(r"[$\u20ac\u00a3]|(?<=\d) ?%$", "", text, count=1)
+    if len(text) <= 100 and NUMBER.fullmatch(number):
+        return Fraction(number.replace(",", ""))
     return text
 
 
 def same_answer(answer, gold):
-    """Whether two answers are equal texts, or equal numbers, as "$1,234.50" and "1234.5", but not
-    as "$5" and "5 %"."""
-    if normalized_answer(answer) != normalized_answer(gold):
-        return False
-    units = {*re.findall("[$\u20ac\u00a3%]", answer + gold)}
-    return len(units) < 2 or answer == gold
+    """Whether two answers are equal numbers, or equal texts."""
+    return normalized_answer(answer) == normalized_answer(gold)
 
 
 def tagged_answer(text):
@@ -491,22 +454,36 @@ def tagged_answer(text):
     return "".join(answers[-1:]).strip()
 
 
+def last_number(text):
+    """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
+    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    return "".join(re.findall(number, text, re.ASCII)[-1:]).rstrip(",")
+
+
+def is_right(answer, problem):
+    """Whether an answer is problem["answer"]. A task may judge by itself, as Countdown does, where
+    many answers are right: its problems bring a function (answer, problem) -> bool."""
+    if "is_right" in problem:
+        return problem["is_right"](answer, problem)
+    return same_answer(answer, str(problem["answer"]))
+
+
 def score_answer(response_text, problem):
-    """1.0 if the answer in the tags is problem["answer"], 0.1 if it is another, 0.0 without one.
-    This scores the other skills, too, whatever the reward is.
-    support/ wraps this function: it scores the equations of its Countdown, and answers without
-    tags."""
+    """1.0 if the answer in the tags is right, 0.1 if it is wrong, 0.0 without one. A problem with
+    "last_number": true needs no tags: 1.0 if the last number of the text is right, otherwise 0.0.
+    This scores the other skills, too, whatever the reward is."""
+    if problem.get("last_number"):
+        return float(is_right(last_number(response_text), problem))
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
-    return 1.0 if same_answer(answer, str(problem["answer"])) else 0.1
+    return 1.0 if is_right(answer, problem) else 0.1
 
 
 def reward_fn(response_text, problem):
-    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give
-    one to main(): a function (response_text, problem) -> number. If it has a parameter that is
-    named response, it gets the Response as well. With support/ it may be async, which is awaited
-    for all responses at once, and give None for a response that it cannot score."""
+    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give one
+    to main(): a function (response_text, problem) -> number, or None for a response that it cannot
+    score. If it has a parameter that is named response, it gets the Response as well."""
     return score_answer(response_text, problem)
 
 
@@ -516,26 +493,33 @@ def no_reward(response_text, problem):
 
 
 def score(responses, problems, tokenizer, reward):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards.
-    support/ wraps this function: it awaits async rewards, and of several processes one scores."""
+    """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
+    What a reward raises gets a note with the response and its problem."""
     # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
     all_ids = [r.response_ids[: len(r.response_ids) - r.finished] for r in responses]
     texts = tokenizer.batch_decode(all_ids)
     group_size = len(responses) // len(problems)
     takes_response = "response" in inspect.signature(reward).parameters
-    rewards = torch.zeros(len(responses), dtype=torch.float64)  # on the CPU
+    values = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
-        if takes_response:
-            value = reward(text, problem, response=responses[i])
-        else:
-            value = reward(text, problem)
-        rewards[i] = float(value)
-    return texts, rewards
+        more = {"response": responses[i]} if takes_response else {}
+        try:
+            values.append(reward(text, problem, **more))
+        except Exception as error:
+            error.add_note(
+                f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}"
+            )
+            raise
+    support = find_support()
+    if support:
+        values = support.awaited(values)  # where the reward is async: all at once
+    values = [math.nan if value is None else value for value in values]
+    return texts, torch.tensor(values, dtype=torch.float64)
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Advantages.  In: rewards. Out: how much better each response is than others of its group.
+# 5. Advantages.  In: rewards. Out: how much better each response is than others of its group.
 
 
 def compute_group_normalized_advantages(rewards, group_size, advantage_eps, normalize_by_std):
@@ -544,25 +528,33 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     GRPO divides by the group's standard deviation (arXiv:2402.03300). Dr. GRPO does not, so that
     easy and hard prompts weigh the same (arXiv:2503.20783). With group_size 2, rewards [1, 0, 1, 1]
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
-    support/ wraps this function: a response that was not scored leaves its group."""
+    A response whose reward is nan was not scored. It leaves its group: its advantage is 0, and the
+    others are compared with each other."""
     groups = rewards.reshape(-1, group_size)
-    advantages = groups - groups.mean(dim=1, keepdim=True)
+    is_scored = ~groups.isnan()
+    mean = groups.nanmean(dim=1, keepdim=True)
+    advantages = torch.where(is_scored, groups - mean, 0.0)
+    n_others = is_scored.sum(dim=1, keepdim=True) - 1
+    std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
     # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
-    # advantages of such a group become exactly 0.
-    all_equal = torch.isclose(groups, groups[:, :1], rtol=1e-6).all(dim=1, keepdim=True)
+    # advantages of such a group, or of one with a single reward, become exactly 0.
+    is_equal = torch.isclose(groups, mean, rtol=1e-12, atol=0.0) | ~is_scored
+    all_equal = is_equal.all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
     if normalize_by_std:
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + advantage_eps)
+        advantages = advantages / (std.nan_to_num() + advantage_eps)
     metadata = {
-        "reward_mean": rewards.mean().item(),
-        "reward_std": groups.std(dim=1).mean().item(),
+        "reward_mean": rewards.nanmean().item(),
+        "reward_std": std.nanmean().item(),  # over the groups
         "frac_zero_std": all_equal.float().mean().item(),
     }
+    if not is_scored.all():
+        metadata["unscored_frac"] = 1 - is_scored.float().mean().item()
     return advantages.reshape(-1), metadata
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Batch.  In: responses. Out: (B, T) tensors; column t of each is about labels[:, t].
+# 6. Batch.  In: responses. Out: (B, T) tensors; column t of each is about labels[:, t].
 
 
 def make_batch(responses, advantages, device):
@@ -576,32 +568,41 @@ def make_batch(responses, advantages, device):
 
     The mask comes from lengths and not from ids: the stop token may well be the padding token.
     What you add to the batch must be (B, T) or (B, 1), since it is cut like the rest."""
-    rows = [torch.tensor(response.prompt_ids + response.response_ids) for response in responses]
-    ids = pad_sequence(rows, batch_first=True)
-    columns = torch.arange(ids.shape[1])
-    starts = torch.tensor([[len(response.prompt_ids)] for response in responses])
-    lengths = torch.tensor([[len(response.response_ids)] for response in responses])
-    is_row = columns < starts + lengths
-    mask = is_row & (columns >= starts)
+    longest = max(len(response.response_ids) for response in responses)
     if advantages.dim() == 1:
-        advantages = advantages[:, None].expand(-1, lengths.max())
-    is_token = torch.arange(lengths.max()) < lengths  # advantages must be as wide
-    log_probs = torch.cat([torch.tensor(response.log_probs) for response in responses])
-    zeros = torch.zeros(ids.shape)
-    batch = {
-        # Padded with the row's first id: some models break at padding's own id.
-        "input_ids": torch.where(is_row, ids, ids[:, :1])[:, :-1],
-        "labels": ids[:, 1:],
-        "response_mask": mask[:, 1:],
-        "rollout_log_probs": zeros.masked_scatter(mask, log_probs)[:, 1:],
-        "advantages": zeros.masked_scatter(mask, advantages[is_token].float())[:, 1:],
-        "finished": torch.tensor([[response.finished] for response in responses]),  # (B, 1)
-    }
+        advantages = advantages[:, None].expand(-1, longest)
+    if advantages.shape[1] != longest:
+        raise InputError(
+            f"there are advantages for {advantages.shape[1]} tokens of each response, and the "
+            f"longest has {longest}; give (B,) advantages, or one for each of these"
+        )
+    rows = []
+    for response, of_tokens in zip(responses, advantages.float()):
+        n = len(response.response_ids)
+        ids = torch.tensor(response.prompt_ids + response.response_ids)
+        before = torch.zeros(len(response.prompt_ids) - 1)  # columns whose label is of the prompt
+        row = {
+            "input_ids": ids[:-1],
+            "labels": ids[1:],
+            "response_mask": torch.cat([before, torch.ones(n)]).bool(),
+            "rollout_log_probs": torch.cat([before, torch.tensor(response.log_probs)]),
+            "advantages": torch.cat([before, of_tokens[:n]]),
+            "finished": torch.tensor([response.finished]),
+        }
+        rows.append(row)
+    batch = {}
+    for name in rows[0]:
+        padding = -1 if name == "input_ids" else 0
+        batch[name] = pad_sequence([row[name] for row in rows], True, padding)
+    # Padded with the row's first id: some models break at the padding token's own id
+    ids = batch["input_ids"]
+    batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 # What the loss of a step is a mean over. (B, T) float mask of the whole step, longest possible
-# response -> (B, T) weight of each token in the loss.
+# response -> (B, T) weight of each token in the loss. With mask_truncated the mask of a response
+# that was cut is 0: "grpo" and "dr_grpo" still divide by all rows, "dapo" by the tokens left.
 
 
 def mean_of_responses(mask, max_new_tokens):
@@ -624,23 +625,22 @@ AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_ov
 
 
 def weights_of_tokens(batch, cfg):
-    """Returns the (B, T) weight of each token in the loss. Call it for the whole step, before rows
-    are left out and microbatches are cut: the gradient then depends on neither."""
+    """Returns the (B, T) weight of each token in the loss. Call it for the whole step, before
+    microbatches are cut: the gradient then does not depend on how."""
     mask = batch["response_mask"]
     if cfg.mask_truncated:
         mask = mask & batch["finished"]
     return AVERAGES[cfg.loss_average](mask.float(), cfg.max_new_tokens)
 
 
-def keep_rows(batch, rows):
+def keep_rows(batch, indices):
     """Returns some rows of a batch: (B,) booleans, or indices."""
-    return {name: tensor[rows] for name, tensor in batch.items()}
+    return {name: tensor[indices] for name, tensor in batch.items()}
 
 
 def cut_microbatches(batch, max_tokens):
     """Cuts a batch into microbatches of at most max_tokens tokens, padding included, or of one
-    row. Rows of similar length come together, the longest first, since they need most memory.
-    support/ replaces this function where several processes share the work."""
+    row. Rows of similar length come together, the longest first, since they need most memory."""
     mask = batch["response_mask"]
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     lengths = (mask * columns).amax(dim=1)
@@ -649,16 +649,14 @@ def cut_microbatches(batch, max_tokens):
     while len(order) > 0:
         width = max(1, lengths[order[0]].item())
         n_rows = max(1, max_tokens // width)
-        rows = keep_rows(batch, order[:n_rows])
-        microbatches.append({name: tensor[:, :width] for name, tensor in rows.items()})
+        some = keep_rows(batch, order[:n_rows])
+        microbatches.append({name: tensor[:, :width] for name, tensor in some.items()})
         order = order[n_rows:]
     return microbatches
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Log-probs.  In: (B, T) ids. Out: statistics of the response tokens.
-
-LOGITS_AT_ONCE = 67_108_864  # float32 logits that a microbatch may hold, without support/
+# 7. Log-probs.  In: (N, V) logits of N tokens. Out: (N,) statistics of each, such as its log-prob.
 
 
 def all_log_probs(logits, temperature):
@@ -672,7 +670,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
 
     All that the loss knows of the logits is computed here. A tensor that you add reaches
     grpo_microbatch_step under its name and, as a mean over the tokens that are trained on, the
-    log. Without a KL term these are the tokens of responses that have an advantage."""
+    log."""
     labels = labels[:, None]
     log_p = all_log_probs(logits, temperature)
     stats = {
@@ -684,32 +682,10 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
         difference = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
+        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]
         stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
         stats["kl_forward"] = -(ref_log_p.exp() * difference).sum(dim=1)  # KL(reference || policy)
     return stats
-
-
-def response_logits(model, rows, precision):
-    """Returns the (N, V) logits at the N response tokens. With padding on the right a causal model
-    needs no attention mask."""
-    with autocast(rows["input_ids"].device, precision):
-        outputs = model(input_ids=rows["input_ids"], use_cache=False)
-    return outputs.logits[rows["response_mask"]]
-
-
-def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
-    """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
-    mask. The logits of all N response tokens are in memory at once; main() bounds N.
-    support/ replaces this function by one that holds some of the logits at a time."""
-    mask = rows["response_mask"]
-    ref_logits = None
-    if ref_model is not None:
-        with torch.no_grad():  # the only place that runs the reference
-            ref_logits = response_logits(ref_model, rows, precision)
-    logits = response_logits(model, rows, precision)
-    stats = statistics_of_logits(logits, rows["labels"][mask], temperature, ref_logits)
-    zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=mask.device)
-    return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
 
 
 def get_response_log_probs(
@@ -721,10 +697,12 @@ def get_response_log_probs(
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. KL penalty.  In: log-probs. Out: a penalty for each token.
+# 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
-# Below, d = log pi - log ref, at a token that the policy sampled. Three choices are independent of
-# each other: the estimator (which number), the gradient (of what), the placement (who pays for it).
+# Below, d = log pi - log ref, at a token that the policy sampled. Three choices are made in main():
+# the estimator (which number), the gradient (of what), and the placement (where it is charged).
+#
+# First, one number for each token, and its gradient.
 
 
 def k1(d):
@@ -748,10 +726,36 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
 EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
-# Rules of adaptive KL: support/adaptive_rules.py has some of both kinds. For example
-#     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2    (B, T) each: penalised instead of kl
+
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
+    """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
+    return ESTIMATORS[estimator](policy_log_probs - ref_log_probs)
+
+
+def add_gradient(value, surrogate):
+    """Returns the value, with the gradients of both."""
+    return value + (surrogate - surrogate.detach())
+
+
+def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
+    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the value is that of the estimator.
+
+    The gradient is pi_over_sampler * d * grad log pi. Its mean over what the sampler draws is the
+    gradient of KL(policy || reference), whichever estimator gives the value.
+    kl_gradient = "as_written" differentiates the estimator itself, to reproduce papers."""
+    d = policy_log_probs - ref_log_probs
+    estimator = ESTIMATORS[cfg.kl_estimator]
+    if cfg.kl_gradient == "as_written":
+        return estimator(d)
+    d = d.detach()
+    value = estimator(d.clamp(-20, 20))  # beyond, exp(-d) could overflow
+    return add_gradient(value, pi_over_sampler * d * policy_log_probs)
+
+
+# Second, adaptive KL. A rule of the first kind changes the KL of each token, (B, T) tensors:
+#     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
+# one of the second kind returns the next coefficient, from a step's nats per token and mean reward:
 #     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
-# where kl and reward are the step's nats per token and mean reward, and the result the next beta.
 TERM_RULES = {}
 COEFFICIENT_RULES = {}
 
@@ -764,126 +768,16 @@ def rule_among(rules, cfg):
     return None
 
 
-def cfg_with(**changes):
-    """Returns the settings of main() with these changes, for tests and programs of yours."""
-    parameters = inspect.signature(main).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    return SimpleNamespace(**defaults | changes)
-
-
-class KLSettings(SimpleNamespace):
-    """main()'s settings of the KL term, with these changes, for programs of yours that use it
-    alone. In this file cfg takes its place."""
-
-    def __init__(self, **changes):
-        defaults = vars(cfg_with())
-        of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
-        super().__init__(**of_kl | changes)
-        check_names(self)
-
-
-def check_names(cfg):
-    """Raises InputError for a name that is not known: it would act like another one, or fail after
-    a whole evaluation. KLSettings has some of the names only."""
-    options = {
-        "engine": ["vllm", "transformers"],
-        "precision": ["auto", *DTYPES],
-        "loss_average": AVERAGES,
-        "kl_in": ["loss", "loss_to_go", "reward"],
-        "kl_estimator": [*ESTIMATORS, *EXACT],
-        "kl_gradient": ["reverse", "as_written"],
-    }
-    for name in options.keys() & vars(cfg).keys():
-        check_known(name, getattr(cfg, name), options[name])
-    for name in cfg.kl_adaptation_method.split("+"):
-        check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
-
-
-def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
-    """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
-    return ESTIMATORS[estimator](policy_log_probs - ref_log_probs)
-
-
-def add_gradient(value, surrogate):
-    """Returns the value, with the gradients of both."""
-    return value + (surrogate - surrogate.detach())
-
-
-def sampled_kl(policy_log_probs, ref_log_probs, weight, cfg):
-    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the value is that of the estimator.
-
-    The gradient is weight * d * grad log pi. With weight = pi / sampler its mean over what the
-    sampler draws is the gradient of KL(policy || reference), whichever estimator gives the value.
-    kl_gradient = "as_written" differentiates the estimator itself, to reproduce papers."""
-    d = policy_log_probs - ref_log_probs
-    estimator = ESTIMATORS[cfg.kl_estimator]
-    if cfg.kl_gradient == "as_written":
-        return estimator(d)
-    d = d.detach()
-    value = estimator(d.clamp(-20, 20))  # beyond, exp(-d) could overflow
-    return add_gradient(value, weight * d * policy_log_probs)
-
-
 def apply_term_rule(kl, d, mask, cfg):
-    """(B, T) KL and log-ratios -> (B, T) what is penalised."""
+    """(B, T) KL and log-ratios -> (B, T) KL that is charged."""
     rule = rule_among(TERM_RULES, cfg)
     if rule is None:
         return kl
     return rule(kl, d, mask, cfg)
 
 
-def sum_to_go(kl, mask):
-    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
-    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
-
-
-def penalty_in_reward(d, mask, cfg):
-    """(B, T) log-ratios at the rollout -> (B, T) what compute_loss takes off each advantage.
-
-    A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
-    the PPO clip. With k1, and where the loss divides by a constant, this gives the gradient of the
-    response's KL. With a term rule, which may look at the whole response, each token pays for all.
-    """
-    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
-    to_go = sum_to_go(kl, mask)
-    if rule_among(TERM_RULES, cfg) is not None:
-        return to_go[:, :1].expand_as(to_go)
-    return to_go
-
-
-def kl_penalty(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """(B, T) log-probs -> (B, T) penalty, which compute_loss multiplies by beta, and (B, T) tensors
-    for the log. vocab_kl: (B, T), the KL over the vocabulary that an estimator in EXACT asks for.
-
-    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
-    d = (policy_log_probs - ref_log_probs).detach()
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    weight = ratio.clamp(max=cfg.kl_ratio_cap)
-    if cfg.kl_estimator in EXACT:
-        kl = vocab_kl
-    else:
-        kl = sampled_kl(policy_log_probs, ref_log_probs, weight, cfg)
-    adapted = apply_term_rule(kl, d, mask, cfg)
-    penalty = adapted
-    if cfg.kl_in == "loss_to_go":
-        # Token t also pays for the later KL to which it leads: later * weight * grad log pi_t. On
-        # policy this is the gradient of the whole response's KL; "exact" has the least noise.
-        later = (sum_to_go(adapted, mask) - adapted).detach()
-        penalty = add_gradient(adapted, weight * later * policy_log_probs)
-    elif cfg.kl_in == "reward":
-        penalty = penalty_in_reward((sampler_log_probs - ref_log_probs).detach(), mask, cfg)
-    metadata = {
-        "kl_penalty_mean": kl,
-        "adaptive_kl/adapted_kl": adapted,
-        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
-    }
-    for name, estimator in ESTIMATORS.items():
-        metadata[f"kl_{name}"] = weight * estimator(d.clamp(-20, 20))
-    return penalty, metadata
-
-
 class KLController:
-    """beta, the coefficient of the KL term, which a coefficient rule may move after each update."""
+    """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it, step by step."""
 
     def __init__(self, kl_coef, settings, state=None):
         self.start = kl_coef
@@ -897,6 +791,12 @@ class KLController:
     def beta(self):
         return self.state["beta"]
 
+    def follow(self, kl_coef):
+        """Begins anew with another kl_coef, if it was changed since the last update."""
+        if kl_coef != self.start:
+            self.start = kl_coef
+            self.state["beta"] = kl_coef
+
     def update(self, kl, reward):
         """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
         self.state["step"] += 1
@@ -904,8 +804,59 @@ class KLController:
             self.state["beta"] = self.rule(self, self.settings, kl, reward)
 
 
+# Third, where it is charged: in the loss, or in the reward.
+
+
+def sum_to_go(kl, mask):
+    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
+    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
+
+
+def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
+    """(B, T) log-probs -> (B, T) what compute_loss adds, times beta, to the loss of each token, and
+    (B, T) tensors for the log. vocab_kl: (B, T), what an estimator in EXACT asks for.
+
+    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
+    if cfg.kl_estimator in EXACT:
+        kl = vocab_kl
+    else:
+        kl = sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
+    d = (policy_log_probs - ref_log_probs).detach()
+    charged = apply_term_rule(kl, d, mask, cfg)
+    metadata = {
+        "kl_penalty_mean": kl,  # before a rule
+        "adaptive_kl/adapted_kl": charged,
+        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
+    }
+    for name, estimator in ESTIMATORS.items():
+        metadata[f"kl_{name}"] = pi_over_sampler * estimator(d.clamp(-20, 20))
+    if cfg.kl_in == "loss_to_go":
+        # Token t also pays for the later KL to which it leads. On policy this is the gradient of
+        # the whole response's KL; "exact" has the least noise.
+        later = (sum_to_go(charged, mask) - charged).detach()
+        charged = add_gradient(charged, pi_over_sampler * later * policy_log_probs)
+    return charged, metadata
+
+
+def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
+    """(B, T) log-probs -> (B, T) what compute_loss takes, times beta, off each advantage.
+
+    A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
+    the PPO clip. With k1, and where the loss divides by a constant, this gives the gradient of the
+    response's KL. With a term rule, which may look at the whole response, each token pays for all.
+    """
+    d = (sampler_log_probs - ref_log_probs).detach()
+    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
+    to_go = sum_to_go(kl, mask)
+    if rule_among(TERM_RULES, cfg) is not None:
+        return to_go[:, :1].expand_as(to_go)
+    return to_go
+
+
 # --------------------------------------------------------------------------------------------------
-# 10. Loss.  In: log-probs and advantages. Out: the loss of each token, and the step's gradient.
+# 9. Loss.  In: log-probs and advantages. Out: the loss of each token, and the step's gradient.
 
 
 def masked_mean(tensor, mask, dim=None):
@@ -917,6 +868,27 @@ def masked_mean(tensor, mask, dim=None):
 def means_of_tokens(tensors, mask):
     """For the log: {name: (B, T) tensor} -> {name: its mean over the mask}."""
     return {name: masked_mean(tensor.detach().float(), mask) for name, tensor in tensors.items()}
+
+
+def joined(metrics, others):
+    """Returns two dicts for the log as one. Raises InputError for a name that both have."""
+    for name in metrics.keys() & others.keys():
+        raise InputError(f"{name!r} is logged twice, from two places; rename one of them")
+    return {**metrics, **others}
+
+
+def ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range):
+    """(B, T) each -> (B, T) the clipped term (arXiv:1707.06347), and (B, T) tensors for the log. In
+    the first epoch of a rollout the ratio is 1, but its gradient is not 0; the clip acts only with
+    epochs_per_rollout above 1."""
+    clip_low = clip_high = clip_range
+    if isinstance(clip_range, (tuple, list)):
+        clip_low, clip_high = clip_range
+    ratio = torch.exp(policy_log_probs - old_log_probs)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_clipped = clipped_ratio * advantages < ratio * advantages
+    return loss, {"ratio_mean": ratio, "clip_frac": is_clipped}
 
 
 def compute_loss(
@@ -932,9 +904,13 @@ def compute_loss(
     sampler_log_probs=None,
     importance_cap=math.inf,
 ):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: PPO-clipped term + kl_coef * KL
-    (section 9), and metadata: means over the mask. clip_range: e, for ratios in [1 - e, 1 + e], or
-    (low, high), DAPO's "clip-higher". Take no mean here: it would be over one microbatch alone."""
+    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: the clipped term, plus kl_coef
+    times the KL unless that is in the reward; and metadata, means over the mask. clip_range: e, for
+    ratios in [1 - e, 1 + e], or (low, high), DAPO's "clip-higher". Take no mean of the loss here:
+    it would be over one microbatch alone.
+
+    old_log_probs are those of the policy before the first update of this rollout, sampler_log_probs
+    those that the sampler's engine reported (None: the same)."""
     if mask is None:
         mask = torch.ones_like(policy_log_probs)
     mask = mask.bool()
@@ -942,52 +918,60 @@ def compute_loss(
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
     if sampler_log_probs is None:
         sampler_log_probs = old_log_probs
-    metadata = {}
     kl_loss = 0.0
+    kl_metadata = {}
     if ref_log_probs is not None:
-        kl_settings = kl_settings or KLSettings()
+        cfg = kl_settings or KLSettings()
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        penalty, metadata = kl_penalty(
-            policy_log_probs, ref_log_probs, sampler_log_probs, mask, kl_settings, vocab_kl
+        kl, kl_metadata = kl_in_loss(
+            policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
         )
-        if kl_settings.kl_in == "reward":
-            advantages = advantages - kl_coef * penalty
+        if cfg.kl_in == "reward":
+            kl = kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg)
+            advantages = advantages - kl_coef * kl
         else:
-            kl_loss = kl_coef * penalty
+            kl_loss = kl_coef * kl
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
     # weighted by their ratio: truncated importance sampling (F. Yao et al., 2025, "On the
     # Rollout-Training Mismatch in Modern RL Systems").
     advantages = advantages * torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
-    # The PPO-clipped term (arXiv:1707.06347). In the first epoch of a rollout the ratio is 1, but
-    # its gradient is not 0; the clip acts only with epochs_per_rollout above 1.
-    clip_low = clip_high = clip_range
-    if isinstance(clip_range, (tuple, list)):
-        clip_low, clip_high = clip_range
-    ratio = torch.exp(policy_log_probs - old_log_probs)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    metadata["ratio_mean"] = ratio
-    metadata["clip_frac"] = clipped_ratio * advantages < ratio * advantages
-    return loss + kl_loss, means_of_tokens(metadata, mask)
+    loss, metadata = ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range)
+    return loss + kl_loss, means_of_tokens({**kl_metadata, **metadata}, mask)
+
+
+def check_reference(stats, log_ratio):
+    """Raises InputError where ref_log_probs are not those of the logits from which an exact KL is
+    computed: a change of them would have no effect on it."""
+    now = stats["log_probs"] - stats["ref_log_probs"]
+    if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4):
+        raise InputError(
+            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
+            "ref_logits in token_statistics, or use another estimator"
+        )
 
 
 NO_SCALING = torch.amp.GradScaler(enabled=False)
 
 
-def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
+def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
     """Forward pass, loss and backward pass of one microbatch.
 
-    rows: what make_batch returns, and "weights". The first pass over them sets "old_log_probs", so
-    that its ratio is 1; later epochs keep them. Returns its part of the step's loss, and metadata:
-    means over its tokens. recipes/minibatches.patch makes an optimiser step per minibatch.
-    support/ wraps this function: where memory runs out, the microbatch is cut in two."""
-    mask = rows["response_mask"]
-    stats = token_statistics(policy, rows, cfg.temperature, cfg.precision, ref_model)
+    microbatch: what make_batch returns, and "weights". The first pass over it sets "old_log_probs",
+    so that its ratio is 1; later epochs keep them. Returns its part of the step's loss, and
+    metadata: means over its tokens. recipes/minibatches.patch makes an optimiser step for each."""
+    mask = microbatch["response_mask"]
+    stats = token_statistics(policy, microbatch, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
-    old_log_probs = rows.setdefault("old_log_probs", log_probs.detach())
-    stats["sampler_logprob_diff"] = (old_log_probs - rows["rollout_log_probs"]).abs()
+    if "old_log_probs" not in microbatch:
+        microbatch["old_log_probs"] = log_probs.detach()
+    old_log_probs = microbatch["old_log_probs"]
+    sampler_log_probs = microbatch["rollout_log_probs"]
+    stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
+    log_ratio = stats.pop("log_ratio", None)
+    if log_ratio is not None and cfg.kl_estimator in EXACT:
+        check_reference(stats, log_ratio)
     loss, metadata = compute_loss(
-        rows["advantages"],
+        microbatch["advantages"],
         log_probs,
         old_log_probs,
         cfg.clip_range,
@@ -996,33 +980,39 @@ def grpo_microbatch_step(policy, rows, cfg, ref_model=None, kl_coef=0.0, scaler=
         mask,
         kl_settings=cfg,
         vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),
-        sampler_log_probs=rows["rollout_log_probs"],
+        sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
-    loss = torch.where(mask, loss * rows["weights"], 0.0).sum()
+    loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()
     scaler.scale(loss).backward()  # in fp16 small gradients would become 0
-    if stats.keys() & metadata.keys():
-        raise InputError(f"rename {stats.keys() & metadata.keys()}: compute_loss logs that, too")
-    return loss.detach(), {**metadata, **means_of_tokens(stats, mask)}
+    return loss.detach(), joined(metadata, means_of_tokens(stats, mask))
 
 
 # --------------------------------------------------------------------------------------------------
-# 11. Evaluate and log.
+# 10. Evaluate and log.
 
 
-def evaluate(policy, llm, tokenizer, problems, cfg):
-    """Samples one response to each of the held-out problems. Returns {"solved", "reward_mean", ...}
-    and samples: (problem, text, reward).
-    support/ wraps this function: it adds "retention_<name>" of other skills."""
+def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
+    """Samples one response to each of the problems. Returns {"solved", "reward_mean", ...} and
+    samples: (problem, text, reward). reward=None is that of main()."""
     prompts = [problem["prompt_ids"] for problem in problems]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
-    texts, rewards = score(responses, problems, tokenizer, cfg.reward or reward_fn)
+    reward = reward or cfg.reward or reward_fn
+    texts, rewards = by_first_process(score, responses, problems, tokenizer, reward)
     metrics = {
         "solved": (rewards >= 1).float().mean().item(),
-        "reward_mean": rewards.nanmean().item(),  # nan: not scored, as None with support/
+        "reward_mean": rewards.nanmean().item(),  # nan: not scored
         "response_length": fmean(len(response.response_ids) for response in responses),
     }
     return metrics, list(zip(problems, texts, rewards.tolist()))
+
+
+def solved_by_skill(samples):
+    """Samples of other skills -> {"retention_<skill>": the share that is solved}."""
+    solved = {}
+    for problem, _, reward in samples:
+        solved.setdefault(f"retention_{problem['skill']}", []).append(reward >= 1)
+    return {name: fmean(solved[name]) for name in sorted(solved)}
 
 
 def log_train(run, step, metrics):
@@ -1054,15 +1044,199 @@ def log_eval(run, step, metrics):
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
+# 11. Mechanics.  How models, engines and processes are run. Nothing is decided here.
+#
+# The folder support/ may put a faster function, with the same results, in the place of one that has
+# @mechanic: for a longer model, several processes, adapters, vLLM. It replaces nothing else, and no
+# function that you have edited. During a run its results are compared with those of this section.
+
+MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
 
+def mechanic(function):
+    """Marks a function in whose place support/ may put another one."""
+    name = function.__name__
+    MECHANICS[name] = function
+
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        return MECHANICS[name](*arguments, **named)
+
+    return call
+
+
+def find_support():
+    """Returns the module support.attach, or None if that folder does not lie beside this file."""
+    if not Path(__file__).with_name("support").is_dir():
+        return None
+    from support import attach
+
+    return attach
+
+
+@mechanic
+def start_decoding(policy, prompts):
+    """B prompts -> a function that returns the (B, V) logits of each row's next token. It is called
+    with None first, then with the (B, 1) tokens that were drawn.
+
+    Prompts of one length are read together: recurrent and sliding-window layers would read padding
+    in front of the response as text. A model without a cache of keys and values reads all ids again
+    for each token."""
+    rows_of_length = {}
+    for row, prompt_ids in enumerate(prompts):
+        rows_of_length.setdefault(len(prompt_ids), []).append(row)
+    ids = {}  # length of the prompts: (b, n) ids so far
+    for length, rows in rows_of_length.items():
+        ids[length] = torch.tensor([prompts[row] for row in rows], device=policy.device)
+    caches = dict.fromkeys(ids)
+    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # back to that of the prompts
+
+    def next_logits(tokens):
+        logits = []
+        for length, rows in rows_of_length.items():
+            if tokens is not None:
+                ids[length] = torch.cat([ids[length], tokens[rows]], dim=1)
+            n = ids[length].shape[1]
+            n_known = 0 if caches[length] is None else n - 1
+            outputs = policy(
+                input_ids=ids[length][:, n_known:],
+                past_key_values=caches[length],
+                # Some models would count from 0 in each call
+                position_ids=torch.arange(n_known, n, device=policy.device).expand(len(rows), -1),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            caches[length] = getattr(outputs, "past_key_values", None)
+            logits.append(outputs.logits[:, -1])
+        return torch.cat(logits)[order.to(policy.device)]
+
+    return next_logits
+
+
+@mechanic
+def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
+    """P lists of prompt ids -> P * group_size Responses. Each of several processes samples for its
+    share of the prompts."""
+    if llm is None:
+        return rollout_with_transformers(policy, prompts, cfg, seed, group_size, temperature)
+    return rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
+
+
+@mechanic
+def by_first_process(function, *arguments):
+    """Returns what the function returns. Of several processes one calls it, and all get its result:
+    a reward may be random, or cost money."""
+    return function(*arguments)
+
+
+@mechanic
+def rows_to_train_on(batch, policy, ref_model, cfg):
+    """Returns the rows of the step that this process computes. support/ leaves out those without an
+    advantage where they have no gradient, which is where there is no KL term and the loss is as it
+    was shipped. The means in the log are then those of the others."""
+    return batch
+
+
+def response_logits(model, rows, precision):
+    """Returns the (N, V) logits at the N response tokens. With padding on the right a causal model
+    needs no attention mask."""
+    with autocast(rows["input_ids"].device, precision):
+        outputs = model(input_ids=rows["input_ids"], use_cache=False)
+    return outputs.logits[rows["response_mask"]]
+
+
+@mechanic
+def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
+    """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
+    mask: what statistics_of_logits returns. The logits of all N response tokens are in memory at
+    once; main() bounds N. To have two references, change ref_logits here: all estimators see it."""
+    mask = rows["response_mask"]
+    ref_logits = None
+    if ref_model is not None:
+        with torch.no_grad():  # the only place that runs the reference
+            ref_logits = response_logits(ref_model, rows, precision)
+    logits = response_logits(model, rows, precision)
+    stats = statistics_of_logits(logits, rows["labels"][mask], temperature, ref_logits)
+    zeros = torch.zeros(mask.shape, dtype=stats["log_probs"].dtype, device=mask.device)
+    return {name: zeros.masked_scatter(mask, x.to(zeros.dtype)) for name, x in stats.items()}
+
+
+def add_scaled(sums, values, factor):
+    """Adds factor * values to sums, name by name."""
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + factor * value
+
+
+@mechanic
+def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
+    """Has grpo_microbatch_step add up the gradient of a step. Returns the loss and, for the log,
+    means over the tokens of all microbatches, of several processes together. Where memory runs out,
+    support/ cuts the microbatches in two and begins again."""
+    n_tokens = sum(microbatch["response_mask"].sum() for microbatch in microbatches)
+    sums = {}
+    for microbatch in microbatches:
+        loss, means = grpo_microbatch_step(policy, microbatch, cfg, ref_model, kl_coef, scaler)
+        add_scaled(sums, {"loss": loss}, 1.0)
+        add_scaled(sums, means, microbatch["response_mask"].sum() / n_tokens)
+    return {name: value.item() for name, value in sums.items()}
+
+
+@mechanic
+def clip_gradient(parameters, max_norm):
+    """Scales the gradient down to this norm if it is longer. Returns its norm before, of the parts
+    of several processes together."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+
+
+@mechanic
+def weights_by_name(policy):
+    """Yields (name, tensor) of the parameters and persistent buffers, as the checkpoint that was
+    loaded names them: adapters are added to the weights beside them, and parts are joined."""
+    yield from policy.state_dict().items()
+
+
+@mechanic
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
+    """Returns a vLLM engine. Its log-probs are log_softmax(logits / temperature), like ours."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
+    from vllm import LLM
+
+    print("vLLM draws the tokens by itself; draw_tokens has no part in it")
+    return LLM(
+        str(model_id),
+        seed=seed,
+        dtype=DTYPES[precision],
+        hf_overrides={"head_dtype": "float32"},  # like Float32Head
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_mem_util,
+        logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
+    )
+
+
+def load_weights_in_worker(worker, weights):
+    """Runs inside vLLM. weights: {name: tensor}, as in a checkpoint."""
+    worker.reload_weights(weights_iterator=weights.items())
+
+
+@mechanic
+def load_policy_into_vllm_instance(policy, llm):
+    """Hands the policy's weights to vLLM, which would sample from an old policy otherwise. Some
+    models rename or stack weights while they are loaded; vLLM expects the names in checkpoints."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights = revert_weight_conversion(policy, dict(weights_by_name(policy)))
+    llm.collective_rpc(load_weights_in_worker, args=(weights,))
+
+
+@mechanic
 def checkpoint_of(policy, optimizer):
-    """Returns what a checkpoint holds of weights and moments.
-    support/ replaces this function and the next one: for LoRA, and for several processes."""
+    """Returns what a checkpoint holds of weights and moments."""
     return {"model": policy.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+@mechanic
 def load_checkpoint(policy, optimizer, saved):
     """Loads weights and moments. The optimiser keeps its settings, such as weight_decay."""
     policy.load_state_dict(saved["model"])
@@ -1070,16 +1244,35 @@ def load_checkpoint(policy, optimizer, saved):
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
 
 
+# --------------------------------------------------------------------------------------------------
+# 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
+
+
+def check_can_be_saved(value, name="run.state"):
+    """Raises InputError for what a checkpoint could not be read back from: it holds dicts, lists,
+    numbers, texts and tensors, and no code."""
+    if type(value) is dict:
+        for key, part in value.items():
+            check_can_be_saved(part, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for i, part in enumerate(value):
+            check_can_be_saved(part, f"{name}[{i}]")
+    elif value is not None and type(value) not in (bool, int, float, str, torch.Tensor):
+        raise InputError(
+            f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; keep a dict, a "
+            "list, a number, a text or a tensor in its place"
+        )
+
+
 class Run:
-    """A run's folder, and its state: what one step hands to the next besides the weights. With
-    support/ it also knows data, reward and model by a hash, and a resumed run says which changed;
-    this file alone does not look."""
+    """A run's folder, and its state: what one step hands to the next besides the weights."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.state = {"step": 0, "controller": None, "before": None}
         self.writes_files = True  # as the only process, or the first of several
-        self.stop = 0  # support/ sets it at Ctrl-C or SIGTERM: end after this step
+        self.stop = False  # True ends the run after this step, which is evaluated and saved
+        self.in_update = False  # where an error would leave weights of no step
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
         self.folder = Path(cfg.out_dir) / name
         if cfg.resume:
@@ -1095,8 +1288,16 @@ class Run:
         """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
         from torch.utils.tensorboard import SummaryWriter
 
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[-1:]:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            checkpoint_of(policy, optimizer)
+        except Exception as error:
+            raise InputError(
+                f"the optimiser cannot be saved ({error!r:.200}); give it state_dict() and "
+                "load_state_dict(), as those of torch have them"
+            ) from error
+        newest = max(self.folder.glob("checkpoint_*.pt"), default=None)
+        if newest is not None:
+            saved = torch.load(newest, map_location="cpu", weights_only=True)
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
         if self.cfg.resume:  # of step 0, if there is no checkpoint
@@ -1117,6 +1318,7 @@ class Run:
     def save(self, policy, optimizer):
         """Writes checkpoint_<step>.pt, which gets this name when it is on the disk: a checkpoint is
         whole or it is not there. The last two are kept."""
+        check_can_be_saved(self.state)
         content = {**checkpoint_of(policy, optimizer), "state": self.state}
         if not self.writes_files:
             return
@@ -1135,21 +1337,24 @@ class Run:
 # 13. The loop.
 
 
-def sum_over_processes(sums):
-    """{name: number} -> the same. support/ replaces this function: several processes add theirs."""
-    return sums
+def learning_rate_schedule(step, cfg):
+    """Returns the share of the learning rate at which step, counted from 1, trains: it rises over
+    warmup_steps, then stays 1."""
+    return min(1.0, step / max(1, cfg.warmup_steps))
 
 
-def add_scaled(sums, values, factor):
-    """Adds factor * values to sums, name by name."""
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + factor * value
-
-
-def clip_gradient(policy, max_norm):
-    """Scales the gradient down to this norm if it is longer. Returns its norm before.
-    support/ replaces this function where several processes share the work."""
-    return torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()
+def set_learning_rate(optimizer, step, cfg):
+    """Each group of parameters gets its own rate times learning_rate_schedule. Raises InputError
+    where something else, such as a scheduler of torch, has set it: one of them would be lost."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        if group["lr"] != group.get("scheduled_lr", group["lr"]):
+            raise InputError(
+                f"step {step}: the learning rate was set to {group['lr']}, and train() sets it in "
+                "each step; change learning_rate_schedule instead"
+            )
+        group["lr"] = group["initial_lr"] * learning_rate_schedule(step, cfg)
+        group["scheduled_lr"] = group["lr"]
 
 
 def check_sampler(diff, step, first_diff, cfg):
@@ -1168,50 +1373,28 @@ def check_sampler(diff, step, first_diff, cfg):
         )
 
 
-def leave_out_rows(policy, batch, step, probe, cfg, scaler=NO_SCALING):
-    """Without a KL term a row whose advantages are all 0 has no gradient. Returns the batch without
-    such rows, which saves their forward pass, too.
-
-    If you give the loss another term, such as an entropy bonus, these rows have a gradient. So one
-    of them is tried at first, and again after ten steps. probe: a dict that keeps what was
-    found."""
-    has_advantage = (batch["advantages"] != 0).any(dim=1)
-    has_weight = (batch["weights"] != 0).any(dim=1)  # not if mask_truncated leaves it out
-    others = keep_rows(batch, has_weight & ~has_advantage)
-    if len(others["labels"]) == 0 or not has_advantage.any():
-        return batch
-    if step >= probe.get("next_step", 0):
-        grpo_microbatch_step(policy, keep_rows(others, slice(1)), cfg, None, 0.0, scaler)
-        left_out = clip_gradient(policy, cfg.max_grad_norm) == 0
-        policy.zero_grad()
-        if left_out != probe.get("left_out"):
-            print(f"step {step}: rows without an advantage are left out: {left_out}")
-        probe["left_out"] = left_out
-        probe["next_step"] = step + 10
-    if probe["left_out"]:
-        return keep_rows(batch, has_advantage)
-    return batch
-
-
 def train(
     policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
 ):
     """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None is plain
-    GRPO. watch: a function (step, metrics, samples) that looks on, from support/.
-    support/ wraps this function: after an error of the reward it saves a checkpoint."""
+    GRPO. watch looks on: it is handed what each step and evaluation made, and changes nothing."""
 
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems.held_out, cfg)
+        if problems.other_skills:
+            others = problems.other_skills, cfg, score_answer
+            _, answered = evaluate(policy, llm, tokenizer, *others)
+            metrics.update(solved_by_skill(answered))
         log_eval(run, step, metrics)
         if watch:
-            watch(step, metrics, samples)
+            watch.after_evaluation(step, metrics, samples)
         state["after"] = metrics
 
     state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    kl_coef_of_cfg = cfg.kl_coef
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
-    probe = {}
     scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
     scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
     if state["before"] is None:
@@ -1227,47 +1410,51 @@ def train(
         rollout_seconds = time.perf_counter() - start
 
         # 2. Score them. The advantages compare the responses of one group alone.
-        texts, rewards = score(responses, asked, tokenizer, cfg.reward or no_reward)  # (P * G,)
+        reward = cfg.reward or no_reward
+        texts, rewards = by_first_process(score, responses, asked, tokenizer, reward)  # (P * G,)
         advantages, metrics = compute_group_normalized_advantages(
             rewards, cfg.group_size, 1e-6, cfg.normalize_by_std
         )
 
         # 3. Lay the step out in (B, T) microbatches. The weights are those of the whole step.
         if cfg.gradient_checkpointing:
-            train_checkpointed_layers(policy)
+            turn_checkpointing_on(policy)
         batch = make_batch(responses, advantages, policy.device)
         batch["weights"] = weights_of_tokens(batch, cfg)
-        if ref_model is None:
-            batch = leave_out_rows(policy, batch, step, probe, cfg, scaler)
-        n_tokens = batch["response_mask"].sum()
-        microbatches = cut_microbatches(batch, cfg.max_tokens_per_microbatch)
+        rows = rows_to_train_on(batch, policy, ref_model, cfg)
+        microbatches = cut_microbatches(rows, cfg.max_tokens_per_microbatch)
 
         # 4. One optimiser step per epoch over the whole rollout.
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-            group["lr"] = learning_rate * min(1.0, step / max(1, cfg.warmup_steps))
+        run.in_update = True
+        set_learning_rate(optimizer, step, cfg)
+        of_update = {}  # means over the epochs
         for epoch in range(cfg.epochs_per_rollout):
+            if cfg.kl_coef != kl_coef_of_cfg:  # it was changed while training
+                kl_coef = kl_coef_of_cfg = cfg.kl_coef
+            controller.follow(kl_coef)
             beta = controller.beta
-            sums = {}
-            for rows in microbatches:
-                loss, means = grpo_microbatch_step(policy, rows, cfg, ref_model, beta, scaler)
-                share = rows["response_mask"].sum() / n_tokens
-                add_scaled(sums, {"loss": loss}, 1.0)
-                add_scaled(sums, means, share)
-            sums = sum_over_processes({name: value.item() for name, value in sums.items()})
+            sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
             scaler.unscale_(optimizer)
-            sums["grad_norm"] = clip_gradient(policy, cfg.max_grad_norm)
-            add_scaled(metrics, sums, 1 / cfg.epochs_per_rollout)
+            sums["grad_norm"] = clip_gradient(trained, cfg.max_grad_norm)
+            add_scaled(of_update, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments alone would move them
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
             optimizer.zero_grad()
+            policy.zero_grad()  # if the optimiser does not have all of its weights
             if not is_finite:
                 print(f"Warning: step {step} is skipped: loss or gradient is not finite")
                 break
             if ref_model is not None:
                 controller.update(sums["kl_per_token"], metrics["reward_mean"])
+        metrics = joined(metrics, of_update)
+        state.setdefault("first_diff", metrics["sampler_logprob_diff"])
+        state["step"] = step
+        state["controller"] = controller.state
+        state["scaler"] = scaler.state_dict()
+        run.in_update = False
 
         # 5. Log, evaluate and save.
         metrics["lr"] = optimizer.param_groups[0]["lr"]
@@ -1278,16 +1465,14 @@ def train(
         if ref_model is not None:
             metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
             metrics["adaptive_kl/current_beta"] = beta
-        state.setdefault("first_diff", metrics["sampler_logprob_diff"])
-        state["step"] = step
-        state["controller"] = controller.state
-        state["scaler"] = scaler.state_dict()
         log_train(run, step, metrics)
         if watch:
-            watch(step, metrics, (asked, texts, rewards, responses))
+            step_data = asked, responses, texts, rewards, microbatches
+            run.stop = watch.after_step(step, metrics, *step_data) or run.stop
         is_last = run.stop or step == cfg.n_train_steps
         if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
             evaluate_at(step)
+        is_last = is_last or run.stop  # which an evaluation may set
         if is_last or (cfg.save_every and step % cfg.save_every == 0):
             run.save(policy, optimizer)
         if is_last:
@@ -1311,6 +1496,8 @@ PRESETS = {
         max_tokens_per_microbatch=4_096,
     ),
 }
+
+LOGITS_AT_ONCE = 67_108_864  # float32 logits that a microbatch may hold, without support/
 
 
 def apply_preset(cfg):
@@ -1339,6 +1526,23 @@ def choose_device(cfg):
         has_vllm = importlib.util.find_spec("vllm")
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
     print(f"{cfg.device} | precision: {cfg.precision} | engine: {cfg.engine}")
+
+
+def check_names(cfg):
+    """Raises InputError for a name that is not known: it would act like another one, or fail after
+    a whole evaluation. KLSettings has some of the names only."""
+    options = {
+        "engine": ["vllm", "transformers"],
+        "precision": ["auto", *DTYPES],
+        "loss_average": AVERAGES,
+        "kl_in": ["loss", "loss_to_go", "reward"],
+        "kl_estimator": [*ESTIMATORS, *EXACT],
+        "kl_gradient": ["reverse", "as_written"],
+    }
+    for name in options.keys() & vars(cfg).keys():
+        check_known(name, getattr(cfg, name), options[name])
+    for name in cfg.kl_adaptation_method.split("+"):
+        check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
 
 
 def check_settings(cfg):
@@ -1452,7 +1656,7 @@ def main(
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # support/, 3 of 4: LoRA, faster mechanics
-        ref_model = support.prepare(policy, ref_model, tokenizer, problems, cfg)
+        ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
@@ -1474,9 +1678,15 @@ def main(
     run.open(policy, optimizer)
     watch = None
     if support:  # support/, 4 of 4: warnings, Ctrl-C, and after the run the report
-        watch = support.watch(run)
+        watch = support.watch(run, policy, ref_model, tokenizer, optimizer)
 
-    train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, cfg.kl_coef, watch)
+    try:
+        train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, cfg.kl_coef, watch)
+    except Exception:  # of a reward, for example
+        if 0 < run.state["step"] < cfg.n_train_steps and not run.in_update:
+            run.save(policy, optimizer)
+            print(f"An error ends the run; a checkpoint of step {run.state['step']} is saved")
+        raise
 
     # Save the model, and report.
     weights = dict(weights_by_name(policy))
@@ -1489,32 +1699,50 @@ def main(
         "run_folder": run.folder,
     }
     if watch:
-        optimizer.state.clear()  # room for a second model
-        watch.report(result, policy, ref_model, llm, tokenizer, problems)
+        watch.report(result, llm, problems)
     print(f"the model: {run.folder}/model | the curves: tensorboard --logdir {run.folder.parent}")
     return result
+
+
+def cfg_with(**changes):
+    """Returns the settings of main() with these changes, for tests and programs of yours."""
+    parameters = inspect.signature(main).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return SimpleNamespace(**defaults | changes)
+
+
+class KLSettings(SimpleNamespace):
+    """main()'s settings of the KL term, with these changes, for programs of yours that use it
+    alone. In this file cfg takes its place."""
+
+    def __init__(self, **changes):
+        defaults = vars(cfg_with())
+        of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
+        super().__init__(**of_kl | changes)
+        check_names(self)
 
 
 # --------------------------------------------------------------------------------------------------
 # 15. Quick tests.  They take two seconds and run before main().
 
-VOCABULARY = 200_000  # of their models: larger than others, so that you may forbid any token
+N_TOKENS = 200_000  # in the vocabulary of their models, so that you may forbid any token
 
 
 def test_kl_gradient():
     """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
-    logits = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[None].requires_grad_()
+    logits = torch.linspace(-1, 1, N_TOKENS, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
     log_p, ref_log_p = all_log_probs(logits, 1.0), all_log_probs(ref_logits, 1.0)
     probs = log_p.exp()
     [by_hand] = torch.autograd.grad((probs * (log_p - ref_log_p)).sum(), logits, retain_graph=True)
     exact = statistics_of_logits(logits, torch.tensor([0]), 1.0, ref_logits)["kl_per_token"]
+    mask = probs.bool()
     for estimator in [*ESTIMATORS, "exact"]:
-        # Column i is token i. It is drawn with its probability, by which its penalty is weighted.
         cfg = KLSettings(kl_estimator=estimator)
-        mask = probs.bool()
-        penalty, _ = kl_penalty(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
-        mean = (probs.detach() * penalty).sum()
+        # As if each token of the vocabulary were drawn once, (1, N_TOKENS), and then weighted by
+        # its probability: the mean over what the policy samples.
+        kl, _ = kl_in_loss(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
+        mean = (probs.detach() * kl).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)
 
@@ -1531,8 +1759,10 @@ def test_step():
     """Fails if log-probs are of other tokens, a step has the wrong sign or depends on its cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    policy = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **small))
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, initializer_range=0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        policy = LlamaForCausalLM(LlamaConfig(vocab_size=N_TOKENS, **small)).eval()
     cfg = cfg_with(precision="float32", max_new_tokens=9)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
@@ -1544,11 +1774,11 @@ def test_step():
     gradients = []
     for max_tokens in (100, 1):
         policy.zero_grad()
-        for rows in cut_microbatches(batch, max_tokens):
-            grpo_microbatch_step(policy, rows, cfg)
+        for microbatch in cut_microbatches(batch, max_tokens):
+            grpo_microbatch_step(policy, microbatch, cfg)
         gradients.append(policy.lm_head.weight.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
-    torch.optim.SGD(policy.parameters(), lr=0.1).step()
+    torch.optim.SGD(policy.parameters(), lr=0.01).step()
     assert log_prob_by_hand(policy, responses[0]) > before[0]
     assert log_prob_by_hand(policy, responses[1]) < before[1]
 
@@ -1602,6 +1832,7 @@ def settings_from(arguments):
 
 
 if __name__ == "__main__":
+    sys.modules["starter"] = sys.modules[__name__]  # what `import starter` means in support/
     try:
         settings = settings_from(sys.argv[1:])
         test_functions()

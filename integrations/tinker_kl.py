@@ -81,7 +81,7 @@ def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3, kl=IN_RE
     old = padded(for_each_token(logprobs, logprobs, "logprobs"))
     ref = padded(for_each_token(ref_logprobs, logprobs, "ref_logprobs"))
     of_tokens = padded(for_each_token(advantages, logprobs, "advantages"))
-    of_tokens = of_tokens - kl_coef * starter.penalty_in_reward(old - ref, mask, kl)
+    of_tokens = of_tokens - kl_coef * starter.kl_in_reward(old, ref, mask, kl)
     return [row[: len(own)].tolist() for row, own in zip(of_tokens, logprobs)]
 
 

@@ -175,9 +175,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
         ref_log_probs = torch.where(mask, inputs["ref_per_token_logps"], 0.0)
         if kl.kl_in == "reward":
-            d = inputs["old_per_token_logps"] - ref_log_probs
-            penalty = starter.penalty_in_reward(d, mask, kl)
-            advantages = inputs["advantages"].unsqueeze(1) - beta * penalty
+            old_log_probs = inputs["old_per_token_logps"]
+            of_tokens = starter.kl_in_reward(old_log_probs, ref_log_probs, mask, kl)
+            advantages = inputs["advantages"].unsqueeze(1) - beta * of_tokens
             inputs = {**inputs, "advantages": advantages}
         given_beta, self.beta = self.beta, 0.0  # TRL's loss then has no KL term
         try:
@@ -189,7 +189,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
         stats = self._statistics or {}
-        penalty, metadata = starter.kl_penalty(
+        of_tokens, metadata = starter.kl_in_loss(
             log_probs,
             ref_log_probs,
             old_log_probs,
@@ -200,7 +200,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         metadata["kl_per_token"] = stats.get("kl_per_token", metadata["kl_k3"])
         self._log_probs = self._statistics = None
         if kl.kl_in != "reward":
-            weighted = penalty * self._token_weights(mask, inputs)
+            weighted = of_tokens * self._token_weights(mask, inputs)
             loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
         self._note_kl(metadata, mask, beta)
         return loss

@@ -1,29 +1,20 @@
-"""What main() of starter.py asks of support/, at four places. No decision is made here: starter.py
-draws the tokens, scores them, and computes the loss; this folder makes that faster and looks on."""
+"""What starter.py asks of support/: at four places of main(), and in the functions below that are
+named there. No decision is made here: starter.py draws the tokens, scores them, and computes the
+loss; this folder makes that faster and looks on."""
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
-from support import checkpoints, edits, engines, fast, gpu, guards, kl_checks, lora, memory, models
-from support import presets, ranks, rewards, rules, skills, steps, tasks, tokens
+from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, opinion
+from support import presets, ranks, rules, tasks
+from support.models import mend_model  # noqa: F401
+from support.rewards import awaited  # noqa: F401
+from support.tasks import read_rows  # noqa: F401
+from support.tokens import end_of_turn  # noqa: F401
 
 
 def check_settings(cfg):
     """1. Before anything else: that each setting is of its kind. Raises InputError."""
-    edits.restore()
-    edits.wrap(
-        score_answer=tasks.score_answer,
-        score=rewards.score,
-        compute_group_normalized_advantages=rewards.advantages_of_scored,
-    )
-    edits.replace(
-        check_known=rules.check_known,
-        init_policy=rules.init_policy,
-        read_problems=tasks.read_problems,
-        find_stop_tokens=tokens.find_stop_tokens,
-        ids_of_prompt=tokens.ids_of_prompt,
-        # For any run, so that it may go on with another number of processes
-        checkpoint_of=checkpoints.checkpoint_of,
-        load_checkpoint=checkpoints.load_checkpoint,
-    )
+    edits.restore()  # after an earlier run of this process
+    engines.ROUNDS.clear()
     presets.choose(cfg)
     rules.check_kinds(cfg)
 
@@ -44,12 +35,13 @@ def check(run):
     if ranks.WORLD == 1:
         memory.check_fits(cfg)
     if cfg.engine == "vllm" or cfg.device.type == "cuda":
-        engines.attach()
+        engines.attach(cfg)  # before the model is loaded, which then gets another head
 
 
-def prepare(policy, ref_model, tokenizer, problems, cfg):
+def prepare(policy, ref_model, tokenizer, problems, run):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference: without a teacher, and with LoRA, the policy without its adapters."""
+    cfg = run.cfg
     rules.note_changed_sources(policy, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
@@ -59,6 +51,8 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
             ref_model = ref_model or start
     if ranks.WORLD == 1:
         fast.attach(policy, ref_model, problems, cfg)  # compares in float32
+        memory.attach(run)
+        opinion.attach(run)
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
     if cfg.engine == "vllm":  # before the processes divide the policy, which renames its class
@@ -66,16 +60,12 @@ def prepare(policy, ref_model, tokenizer, problems, cfg):
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
     gpu.attach(policy, ref_model, problems, cfg)
-    skills.attach(policy, tokenizer, cfg)
-    steps.tokenizer = tokenizer
-    edits.log_edits(cfg)
+    edits.log_edits()
     return ref_model
 
 
-def watch(run):
+def watch(run, policy, ref_model, tokenizer, optimizer):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
-    if ranks.WORLD == 1:  # several processes would wait for each other
-        memory.attach(run)
-        edits.wrap(train=rewards.train)
-    steps.attach(run)
-    return guards.Guards(run)
+    memory.resume(run, optimizer)
+    opinion.resume(run, policy)
+    return guards.Guards(run, policy, ref_model, tokenizer, optimizer)

@@ -1,81 +1,220 @@
-"""Sets functions of support/ in the place of starter.py's, by name, unless you have edited yours.
+"""Puts functions of support/ in the place of starter.py's mechanics, unless you have edited yours,
+and says which functions you have edited.
 
 python -m support.edits    writes shipped.json anew, after a change of starter.py that is to stay
 """
 
+import ast
+import functools
 import hashlib
 import inspect
 import json
-import re
+import sys
+import textwrap
 from pathlib import Path
 
 import starter
 
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
-SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name of a function: its fingerprint
-OWN = {}  # name: the function of starter.py that another one has replaced
-IN_PLACE = {}  # name: that other one
+SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name: fingerprint, and one of each line
+
+# What a mechanic of starter.py calls, and the one of support/ does not
+PARTS = {
+    "token_statistics": ["response_logits"],
+    "load_policy_into_vllm_instance": ["load_weights_in_worker"],
+}
 
 
-def fingerprint(function):
-    """A text that changes with what a function does, but not with its comments, docstring or
-    layout; "" where its source cannot be had."""
+# 1. What was edited.
+
+
+def source_of(function):
+    """Returns the text of a function, or "" where it cannot be had."""
     try:
-        source = inspect.getsource(function)
+        return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return ""
-    code = re.sub(r'"""[\s\S]*?"""|\s#.*', "", source)
-    return hashlib.sha256("".join(code.split()).encode()).hexdigest()[:12]
+
+
+def meaning(node):
+    """A parsed program -> a text that changes with what it does, and not with its comments,
+    docstrings and layout. It is the same in every version of Python, as ast.unparse's is not."""
+    if isinstance(node, list):
+        return f"[{','.join(map(meaning, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(value, list):
+            value = [x for x in value if not is_text(x)]
+        if value not in (None, []) and name not in ("ctx", "kind"):
+            parts.append(f"{name}={meaning(value)}")
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+def is_text(statement):
+    """Whether this is a docstring."""
+    value = getattr(statement, "value", None)
+    is_constant = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
+    return is_constant and isinstance(value.value, str)
+
+
+def short_hash(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def fingerprint(function):
+    """A text that changes with what a function does; "" where its source cannot be had."""
+    source = source_of(function)
+    if not source:
+        return ""
+    try:
+        return short_hash(meaning(ast.parse(source)))
+    except SyntaxError:  # of a lambda, this is the line that holds it
+        return short_hash(source)
 
 
 def own(name):
-    """Returns the function of this name that stands in starter.py."""
-    return OWN.get(name, getattr(starter, name))
+    """Returns the function of this name in starter.py, also where another one runs in its place."""
+    function = getattr(starter, name)
+    if name in starter.MECHANICS:
+        return inspect.unwrap(function)
+    return function
 
 
-def is_shipped(name):
-    """Whether the function of this name in starter.py is as it was shipped."""
-    return fingerprint(own(name)) == SHIPPED[name]
+def is_shipped(*names):
+    """Whether the functions of these names in starter.py are as they were shipped."""
+    return all(fingerprint(own(name)) == SHIPPED[name]["meaning"] for name in names)
 
 
-def restore():
-    """Gives starter.py its own functions back, but for those that you have set since."""
-    for name in OWN:
-        if getattr(starter, name) is IN_PLACE[name]:
-            setattr(starter, name, OWN[name])
-    OWN.clear()
+def called_by(name):
+    """Returns the names of all functions of starter.py that this one calls, directly or through
+    others, with its own."""
+    found = {name}
+    waiting = [name]
+    while waiting:
+        source = source_of(own(waiting.pop()))
+        for node in ast.walk(ast.parse(source)):
+            called = getattr(node, "id", None)
+            if called in SHIPPED and called not in found:
+                found.add(called)
+                waiting.append(called)
+    return found
+
+
+def edited_names():
+    """Returns the names of the functions of starter.py that were edited."""
+    return [name for name in SHIPPED if hasattr(starter, name) and not is_shipped(name)]
+
+
+# 2. What runs in the place of mechanics.
 
 
 def replace(**functions):
-    """Each takes the place of the function of this name in starter.py, unless that was edited."""
-    wrap(**{name: functions[name] for name in functions if is_shipped(name)})
-
-
-def wrap(**functions):
-    """Each takes the place of the function of this name, which it calls, edited or not."""
+    """Each runs in the place of the mechanic of this name, unless that was edited."""
     for name in functions:
-        OWN.setdefault(name, getattr(starter, name))
-    vars(starter).update(functions)
-    IN_PLACE.update(functions)
+        if name not in starter.MECHANICS:
+            raise ValueError(
+                f"{name} is none of the mechanics of starter.py ({sorted(starter.MECHANICS)}), "
+                "and nothing else may be replaced"
+            )
+        if is_shipped(name, *PARTS.get(name, [])):
+            starter.MECHANICS[name] = functions[name]
 
 
-def log_edits(cfg):
+def replaced_names():
+    """Returns the names of the mechanics in whose place others run."""
+    return sorted(name for name in starter.MECHANICS if starter.MECHANICS[name] is not own(name))
+
+
+def restore(*names):
+    """Has these mechanics of starter.py run again, or all."""
+    for name in names or starter.MECHANICS:
+        starter.MECHANICS[name] = own(name)
+
+
+def log_edits():
     """Says which functions of starter.py were edited, and which of support/ run."""
-    edited = [name for name in SHIPPED if hasattr(starter, name) and not is_shipped(name)]
+    edited = edited_names()
     if edited:
         print(f"edited, and run as they are: {', '.join(edited)}")
-    if edited and cfg.engine == "vllm":
-        print("vLLM draws the tokens by itself: edits of sampling have no part in it")
-    print(f"of support/ run: {', '.join(sorted(OWN)) or 'no functions'}")
+    print(f"of support/ run: {', '.join(replaced_names()) or 'no functions'}")
+
+
+# 3. Whether an edit has a part in the run.
+
+NOT_IN_A_STEP = {"evaluate", "log_eval", "solved_by_skill"}
+
+
+def edited_lines(function, lines):
+    """Returns the numbers of a function's lines, in its file, that were not shipped with it. lines:
+    the hashes of those that were."""
+    source, first = inspect.getsourcelines(function)
+    shipped = set(lines)
+    return {first + i for i, line in enumerate(source) if short_hash(line.strip()) not in shipped}
+
+
+class EditsInStep:
+    """Looks which lines run, from its start to its end, of the functions that were edited. It says
+    which functions have edits that none of these lines is of: they are in a branch, or a function,
+    that these settings do not use."""
+
+    def __init__(self):
+        self.edits = {}  # code: name of its function, lines that were edited and have not run
+        for name in sorted(called_by("train") - NOT_IN_A_STEP):
+            function = own(name)
+            if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
+                lines = edited_lines(function, SHIPPED[name]["lines"])
+                codes = [function.__code__, *codes_inside(function.__code__)]
+                of_code = {line for code in codes for _, _, line in code.co_lines()}
+                for code in codes:
+                    self.edits[code] = name, lines & of_code
+        self.ran = set()
+        self.before = sys.gettrace()
+        if self.edits and self.before is None:  # a debugger or a measure of coverage stays
+            sys.settrace(self.trace)
+
+    def trace(self, frame, event, argument):
+        if frame.f_code not in self.edits:
+            return None
+        name, lines = self.edits[frame.f_code]
+        if frame.f_lineno in lines:
+            self.ran.add(name)
+        return self.trace
+
+    def end(self):
+        """Prints what had no part."""
+        if sys.gettrace() == self.trace:
+            sys.settrace(self.before)
+        elif self.edits:
+            return
+        edited = {name for name, lines in self.edits.values() if lines}
+        for name in sorted(edited - self.ran):
+            print(
+                f"edited, but without a part in this step: {name}; these settings take another "
+                "branch, or another engine or function in its place"
+            )
+
+
+def codes_inside(code):
+    """Yields the code of functions inside of a function."""
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield constant
+            yield from codes_inside(constant)
 
 
 def write_shipped():
-    """Writes the fingerprints of starter.py's functions as they are now."""
-    fingerprints = {}
+    """Writes the fingerprints of starter.py's functions, and of their lines, as they are now."""
+    shipped = {}
     for name, value in vars(starter).items():
         if getattr(value, "__module__", None) == "starter":
-            fingerprints[name] = fingerprint(value)
-    SHIPPED_FILE.write_text(json.dumps(fingerprints, indent=1) + "\n", "utf-8")
+            value = inspect.unwrap(value) if inspect.isfunction(value) else value
+            lines = {short_hash(line.strip()) for line in source_of(value).split("\n")}
+            shipped[name] = {"meaning": fingerprint(value), "lines": sorted(lines)}
+    text = ",\n".join(f" {json.dumps(name)}: {json.dumps(x)}" for name, x in shipped.items())
+    SHIPPED_FILE.write_text(f"{{\n{text}\n}}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -53,13 +53,26 @@ class RoundingHead(starter.Float32Head):
         return logits.unflatten(0, hidden.shape[:-1])
 
 
-def attach():
-    """Puts this file's functions and head into starter.py."""
+ROUNDS = set()  # of this run: "head", where models get a RoundingHead
+
+
+def give_head(model):
+    """Gives a model that was loaded the head of this run."""
+    head = model.get_output_embeddings()
+    if ROUNDS and type(head) is starter.Float32Head:
+        head.__class__ = RoundingHead
+
+
+def attach(cfg):
+    """Has this file's functions run in the place of starter.py's, and models get its head."""
+    ROUNDS.add("head")
+    TEXT_MODEL.clear()
     edits.replace(
-        init_vllm=init_vllm,
-        load_weights_in_worker=load_weights_in_worker,
-        Float32Head=RoundingHead,
+        init_vllm=init_vllm, load_policy_into_vllm_instance=load_policy_into_vllm_instance
     )
+    if cfg.engine == "vllm":
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # it runs in this process
     if ON_CPU:
         # A response then does not depend on the others of its batch.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
@@ -68,7 +81,22 @@ def attach():
         torch._dynamo.config.disable = True  # the first request would compile for 10 s
 
 
-def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
+TEXT_MODEL = []  # of this run: policy and tokenizer, where vLLM would take another class
+
+
+def init_vllm(model_id, *others):
+    """Like starter.init_vllm. Where vLLM would take a model of images and text, it gets the text
+    model in a folder of its own."""
+    if not TEXT_MODEL:
+        return start_vllm(model_id, *others)
+    policy, tokenizer = TEXT_MODEL
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder, state_dict=dict(starter.weights_by_name(policy)))
+        tokenizer.save_pretrained(folder)
+        return start_vllm(folder, *others)
+
+
+def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
     from vllm import LLM
 
     if ON_CPU:
@@ -112,16 +140,16 @@ def give_text_model(policy, tokenizer, model_id):
     named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures
     if not named or type(policy).__name__ in named:
         return
-    start = starter.init_vllm
-
-    def init_vllm(model_id, *others):
-        with tempfile.TemporaryDirectory() as folder:
-            policy.save_pretrained(folder, state_dict=dict(starter.weights_by_name(policy)))
-            tokenizer.save_pretrained(folder)
-            return start(folder, *others)
-
-    edits.wrap(init_vllm=init_vllm)
+    TEXT_MODEL[:] = policy, tokenizer
     print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
+
+
+def load_policy_into_vllm_instance(policy, llm):
+    """Like starter.load_policy_into_vllm_instance, with the function below."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights = revert_weight_conversion(policy, dict(starter.weights_by_name(policy)))
+    llm.collective_rpc(load_weights_in_worker, args=(weights,))
 
 
 def load_weights_in_worker(worker, weights):

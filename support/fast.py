@@ -1,30 +1,56 @@
 """Faster mechanics for starter.py on one process, with the numbers of its plain ones.
 
-* A prompt is read once, however many responses follow it: while sampling (next_logits) and, on a
+* A prompt is read once, however many responses follow it: while sampling (start_decoding) and, on a
   CPU, while learning (token_statistics).
 * Logits are made for some tokens at a time, and again in the backward pass; starter.py computes
   the statistics from them.
 * On a CPU short rows are attended to without torch's fused kernel, which is slow there.
 
 attach() compares all of this with the plain functions, values and gradients, for the model that was
-loaded, and leaves them in place where it does not fit. On a GPU the layers run as in starter.py
-while learning.
+loaded, and leaves them in place where it does not fit; support/opinion.py compares again during the
+run. On a GPU the layers run as in starter.py while learning.
 """
 
 import functools
+import inspect
+
+import traceback
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import starter
 from support import edits, models
 
 
+class DoesNotFit(ValueError):
+    """The model that was loaded is not of the kind for which this file is right."""
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. Prompts, each read once.
+
+
+def runs_as_its_class(model):
+    """Whether the forward pass is that of the model's class: nobody gave this one a forward() of
+    its own, or hooks that see or change what goes in and out."""
+    for module in (model, model.base_model):
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return True
+
+
+def last_hidden_state(outputs):
+    """Of a base model, such as LlamaModel."""
+    hidden = getattr(outputs, "last_hidden_state", None)
+    if hidden is None:
+        raise DoesNotFit("its base model gives no last_hidden_state")
+    return hidden
 
 
 def read_prompts(model, prompts):
@@ -32,14 +58,15 @@ def read_prompts(model, prompts):
     a cache of keys and values with B rows. Equal prompts are read once."""
     distinct, which = prompts.unique(dim=0, return_inverse=True)  # (P, L), (B,)
     outputs = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
-    cache = outputs.past_key_values
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise ValueError("it has layers that do not look back without end")
+    cache = getattr(outputs, "past_key_values", None)
+    layers = getattr(cache, "layers", [None])
+    if any(type(layer) is not DynamicLayer for layer in layers):
+        raise DoesNotFit("it has layers that do not look back without end")
     last = (distinct >= 0).sum(dim=1) - 1
     rows = torch.arange(len(distinct), device=prompts.device)
     # It selects by index_select: the backward pass of x[which] adds up in any order
     cache.reorder_cache(which)
-    return outputs.last_hidden_state[rows, last].index_select(0, which), cache
+    return last_hidden_state(outputs)[rows, last].index_select(0, which), cache
 
 
 def read_on(model, ids, n, cache):
@@ -54,7 +81,7 @@ def read_on(model, ids, n, cache):
         past_key_values=cache,
         use_cache=True,
     )
-    return outputs.last_hidden_state
+    return last_hidden_state(outputs)
 
 
 def prompts_apart(ids, mask):
@@ -77,7 +104,7 @@ def hidden_states(model, rows, precision):
     with starter.autocast(ids.device, precision):
         if ids.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
             outputs = model.base_model(input_ids=ids, use_cache=False)
-            return outputs.last_hidden_state[mask]
+            return last_hidden_state(outputs)[mask]
         prompts, ids_after, mask_after = prompts_apart(ids, mask)
         _, cache = read_prompts(model, prompts)
         ids = torch.cat([prompts, ids_after], dim=1)
@@ -116,6 +143,11 @@ def attend_on_cpu(model):
         model.set_attn_implementation("starter")
 
 
+def attend_as_loaded(model):
+    if model.config._attn_implementation == "starter":
+        model.set_attn_implementation("sdpa")
+
+
 # --------------------------------------------------------------------------------------------------
 # 3. Logits.
 
@@ -124,37 +156,59 @@ def attend_on_cpu(model):
 LOGITS_AT_ONCE = {"cpu": 16_777_216}
 
 
+@functools.cache
+def calls_its_base_model(model_class):
+    """Whether forward() of this class calls its base model, and not, as OPT's, a part of it."""
+    return f"self.{model_class.base_model_prefix}(" in inspect.getsource(model_class.forward)
+
+
 def logits_from(model, hidden):
-    """(N, H) last hidden states -> (N, V) logits."""
-    return model.get_output_embeddings()(hidden)
+    """(N, H) last hidden states -> (N, V) logits, by the model's own forward(), for which its base
+    model gives these states: a scale or a soft-cap behind the head has its effect."""
+    if not calls_its_base_model(type(model)):
+        return model.get_output_embeddings()(hidden)
+    outputs = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # not looked at
+    base_model = model.base_model
+    base_model.forward = lambda *arguments, **named: outputs
+    try:
+        return model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        del base_model.forward
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. Sampling.
 
-TOKENS_AT_ONCE = 65_536  # prompts and responses that are decoded together, at most
 
+def start_decoding(policy, prompts):
+    """Like starter.start_decoding. Equal prompts are read once. Prompts of different lengths come
+    together, since nothing looks at the padding between them and their responses."""
+    ids = pad_sequence([torch.tensor(p) for p in prompts], True, -1).to(policy.device)
+    cache = None
 
-def rows_to_decode(prompts, max_new_tokens):
-    """Like starter.rows_to_decode. Prompts of different lengths come together, since nothing looks
-    at the padding between them and their responses."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    n = max(1, TOKENS_AT_ONCE // longest)
-    rows = range(len(prompts))
-    return [rows[start : start + n] for start in range(0, len(rows), n)]
+    def next_logits(tokens):
+        nonlocal ids, cache
+        if tokens is None:
+            hidden, cache = read_prompts(policy, ids)
+        else:
+            ids = torch.cat([ids, tokens], dim=1)
+            hidden = read_on(policy, ids, 1, cache)[:, 0]
+        return logits_from(policy, hidden)
 
-
-def next_logits(policy, ids, cache=None):
-    """Like starter.next_logits. Equal prompts are read once."""
-    if cache is None:
-        hidden, cache = read_prompts(policy, ids)
-    else:
-        hidden = read_on(policy, ids, 1, cache)[:, 0]
-    return logits_from(policy, hidden), cache
+    return next_logits
 
 
 # --------------------------------------------------------------------------------------------------
 # 5. Statistics.
+
+
+COMPILED = set()  # "statistics", where support/gpu.py has them compiled
+
+
+@functools.cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)
 
 
 class Recomputed(torch.autograd.Function):
@@ -189,7 +243,8 @@ def reference_of(ref_model, model, rows, precision):
     kind of model than the policy, such as two models in one, makes all its logits at once."""
     if ref_model is None:
         return lambda some: None
-    if type(ref_model) is not type(model) or ref_model.config != model.config:
+    is_alike = type(ref_model) is type(model) and ref_model.config == model.config
+    if not is_alike or not runs_as_its_class(ref_model):
         logits = starter.response_logits(ref_model, rows, precision)
         return lambda some: logits[some]
     hidden = hidden_states(ref_model, rows, precision)
@@ -198,17 +253,23 @@ def reference_of(ref_model, model, rows, precision):
 
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
+    if not runs_as_its_class(model):
+        plain = edits.own("token_statistics")
+        return plain(model, rows, temperature, precision, ref_model)
     mask = rows["response_mask"]
     device = mask.device
     labels = rows["labels"][mask]
     ref_logits_of = reference_of(ref_model, model, rows, precision)
-    names = []
+    statistics_of_logits = starter.statistics_of_logits
+    if COMPILED:
+        statistics_of_logits = compiled(statistics_of_logits)
+    names = []  # of the statistics, which autograd's functions do not take
 
     def of_slice(some, hidden):
         with starter.autocast(device, precision):
             logits = logits_from(model, hidden)
             ref_logits = ref_logits_of(some)
-        stats = starter.statistics_of_logits(logits, labels[some], temperature, ref_logits)
+        stats = statistics_of_logits(logits, labels[some], temperature, ref_logits)
         names[:] = stats
         return tuple(stats.values())
 
@@ -229,11 +290,7 @@ def token_statistics(model, rows, temperature, precision="float32", ref_model=No
 # --------------------------------------------------------------------------------------------------
 # 6. Which models.
 
-FUNCTIONS = {
-    "next_logits": next_logits,
-    "rows_to_decode": rows_to_decode,
-    "token_statistics": token_statistics,
-}
+FUNCTIONS = {"start_decoding": start_decoding, "token_statistics": token_statistics}
 
 
 def made_up_responses(prompts, policy, max_new_tokens):
@@ -266,8 +323,10 @@ def outputs_of(token_statistics, policy, batches):
 
 
 def check_fit(policy, problems, cfg):
-    """Raises ValueError, or an error of the model, where an output differs by more than a
+    """Raises DoesNotFit, or an error of the model, where an output differs by more than a
     thousandth of the largest from that of the plain functions for each row alone."""
+    if not runs_as_its_class(policy):
+        raise DoesNotFit("it has a forward() of its own, or hooks")
     prompts = sorted((problem["prompt_ids"] for some in problems for problem in some), key=len)
     prompts = [prompts[0], prompts[-1], prompts[-1]]
     responses = made_up_responses(prompts, policy, cfg.max_new_tokens)
@@ -279,25 +338,34 @@ def check_fit(policy, problems, cfg):
         difference = (ours[name] - values).abs().max()
         error = (difference / values.abs().max().clamp(min=0.01)).item()
         if not error <= 1e-3:
-            raise ValueError(f"its {name} differs by {error:.1%}")
+            raise DoesNotFit(f"its {name} differs by {error:.1%}")
     row = models.longest_row(policy, prompts[-1], cfg.max_new_tokens)
-    if not models.decodes_as_it_reads(next_logits, policy, row, [*map(len, prompts)]):
-        raise ValueError("it decodes otherwise than it reads")
+    if not models.decodes_as_it_reads(start_decoding, policy, row, [*map(len, prompts)]):
+        raise DoesNotFit("it decodes otherwise than it reads")
+
+
+def is_fault_of_support(error):
+    """Whether code of this folder raised an error that it did not mean to raise."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).parent == Path(__file__).parent and type(error) is not DoesNotFit
 
 
 def attach(policy, ref_model, problems, cfg):
-    """Puts this file's functions into starter.py if they fit the model, else says why not."""
-    if not all(map(edits.is_shipped, [*FUNCTIONS, "response_logits"])):
-        return  # they fit each other alone, and response_logits would not be called
-    own_attention = policy.config._attn_implementation
+    """Has this file's functions run in the place of starter.py's if they fit the model, else says
+    why not."""
+    if not edits.is_shipped(*FUNCTIONS, *edits.PARTS["token_statistics"]):
+        return  # they fit each other alone
     try:
         check_fit(policy, problems, cfg)
     except Exception as error:  # code of the model's authors runs here
-        policy.set_attn_implementation(own_attention)
+        attend_as_loaded(policy)
         policy.zero_grad()
+        reason = f"does not fit {type(policy).__name__}: {error!s:.150}"
+        if is_fault_of_support(error):
+            reason = f"has a fault, which is none of {type(policy).__name__}: {error!r:.150}"
         print(
-            f"support/fast.py does not fit {type(policy).__name__}: {error!r:.150}; the model's "
-            "own forward pass runs, which takes more time and memory"
+            f"support/fast.py {reason}; the model's own forward pass runs, which takes more time "
+            "and memory"
         )
         return
     if isinstance(ref_model, type(policy)):

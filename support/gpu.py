@@ -23,7 +23,7 @@ def compile_layers(model):
 def compile_statistics():
     """Compiles what is computed from the logits, as it stands in starter.py, of more tokens at a
     time."""
-    edits.wrap(statistics_of_logits=torch.compile(starter.statistics_of_logits, dynamic=True))
+    fast.COMPILED.add("statistics")
     fast.LOGITS_AT_ONCE["cuda"] = 4 * starter.LOGITS_AT_ONCE
 
 
@@ -41,8 +41,10 @@ def attach(policy, ref_model, problems, cfg):
     RUN["parameters"] = sum(p.numel() for p in policy.parameters())
     RUN["prompt_length"] = sum(map(len, prompts)) / len(prompts)
     is_plain = cfg.precision == "bf16" and not cfg.lora_rank and not cfg.gradient_checkpointing
+    fits = "token_statistics" in edits.replaced_names()
+    fast.COMPILED.clear()  # of an earlier run of this process
     beside_vllm = cfg.device.type == "cuda" and cfg.engine == "vllm"
-    if is_plain and beside_vllm and RUN["parameters"] > LARGE and "token_statistics" in edits.OWN:
+    if is_plain and beside_vllm and RUN["parameters"] > LARGE and fits:
         compile_layers(policy)
         if ref_model is not None:
             compile_layers(ref_model)

@@ -11,7 +11,8 @@ import threading
 import torch
 
 import starter
-from support import edits, gpu, lora, ranks, report, steps
+from support import edits, gpu, lora, ranks, report, resumed, steps
+from support.safely import safely
 
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
 # and the signal handlers, which close() puts back
@@ -47,13 +48,17 @@ def lock(run):
 
 
 class Guards:
-    """Called after each step with its metrics and (problems, texts, rewards, responses), and after
-    each evaluation with its metrics and [(problem, text, reward)]. What must survive a resume is
-    in run.state."""
+    """Called after each step and each evaluation with what they made, of which it changes nothing.
+    What must survive a resume is in run.state."""
 
-    def __init__(self, run):
+    def __init__(self, run, policy, ref_model, tokenizer, optimizer):
         self.run = run
+        self.policy = policy
+        self.ref_model = ref_model
+        self.tokenizer = tokenizer
+        self.optimizer = optimizer
         self.signal = 0  # the number of the first one that this process got
+        self.ended = set()  # what looked on until it failed
         lock(run)
         if run.writes_files:
             shutil.copyfile(
@@ -63,6 +68,14 @@ class Guards:
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
                 HANDLERS.callback(signal.signal, number, before)
+        self.page = steps.Page(run, policy, ref_model, tokenizer)
+        self.look("state", resumed.say_what_is_new, run, policy, ref_model, optimizer)
+        self.edits = edits.EditsInStep()
+
+    def look(self, what, function, *arguments):
+        """Calls what looks on, until it fails."""
+        if what not in self.ended and not safely(what, function, *arguments):
+            self.ended.add(what)
 
     def stop(self, number, frame):
         """Handles a signal. The first one in training ends the run after its step. A second one,
@@ -76,19 +89,29 @@ class Guards:
         self.signal = number
         print(f"\n{signal.Signals(number).name}: stopping after this step; again: now")
 
-    def __call__(self, step, metrics, samples):
+    def after_step(self, step, metrics, asked, responses, texts, rewards, microbatches):
+        """Returns whether a signal asks to end the run. All processes come here together."""
         state = self.run.state
-        if "solved" in metrics:
-            self.log_evaluation(step, metrics, samples)
-            signs = evaluation_signs(metrics, state)
-        else:
-            self.run.stop = max(ranks.gather([self.signal]))  # all processes end together
-            steps.after_step(self.run, step, metrics, samples)
-            update_state(metrics, state)
-            self.log_step(step, metrics)
-            signs = step_signs(step, metrics, samples, state, self.run.cfg)
-        warned = state.setdefault("warned", [])
-        for sign, text in signs:
+        self.edits.end()
+        step_data = asked, responses, rewards, microbatches
+        self.look("steps.html", self.page.after_step, step, metrics, *step_data)
+        update_state(metrics, state)
+        self.look("state", resumed.keep, self.run, self.ref_model)
+        self.look("the log of more numbers", self.log_step, step, metrics)
+        signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
+        self.look("the warnings of steps", self.warn, *signs)
+        self.signal = max(ranks.gather([self.signal]))
+        return self.signal > 0
+
+    def after_evaluation(self, step, metrics, samples):
+        self.look("the log of evaluations", self.log_evaluation, step, metrics, samples)
+        signs = evaluation_signs, metrics, self.run.state
+        self.look("the warnings of evaluations", self.warn, *signs)
+
+    def warn(self, signs_of, *arguments):
+        """Prints each warning once in a run."""
+        warned = self.run.state.setdefault("warned", [])
+        for sign, text in signs_of(*arguments):
             if sign not in warned:
                 print(f"Warning: {text}")
                 warned.append(sign)
@@ -114,20 +137,22 @@ class Guards:
             numbers["kl_per_sequence"] = metrics["kl_per_token"] * metrics["response_length"]
         run.log("train", numbers, step)
 
-    def report(self, result, policy, ref_model, llm, tokenizer, problems):
-        """After the run: how far the policy is from where it began, intervals, pictures."""
+    def report(self, result, llm, problems):
+        """After the run, whose model is on the disk: how far the policy is from where it began,
+        intervals, pictures."""
         run = self.run
         if run.cfg.lora_rank:
-            lora.save_adapters(policy, run.folder / "adapters")
-        report.report(result, policy, ref_model, llm, tokenizer, problems, run)
-        edits.restore()  # so that what is set before another run is around starter.py's own
+            safely("adapters/", lora.save_adapters, self.policy, run.folder / "adapters")
+        safely("the optimiser's memory", self.optimizer.state.clear)  # room for a second model
+        report.report(result, self.policy, self.ref_model, llm, problems, run)
+        edits.restore()
         close()
-        if run.stop and run.state["step"] < run.cfg.n_train_steps:
+        if self.signal and run.state["step"] < run.cfg.n_train_steps:
             print(
                 f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on, add "
                 f"--resume {run.folder}, or resume={str(run.folder)!r} in a script"
             )
-            raise SystemExit(128 + run.stop)
+            raise SystemExit(128 + self.signal)
 
 
 def count_in_a_row(state, name, happens):
@@ -149,9 +174,8 @@ def update_state(metrics, state):
         )
 
 
-def step_signs(step, metrics, samples, state, cfg):
+def step_signs(step, metrics, problems, texts, state, cfg):
     """Yields (sign, text) of what is wrong after a step."""
-    problems, texts, _, _ = samples
     n_equal = state["n_equal"]
     has_shipped_reward = cfg.reward is starter.reward_fn and edits.is_shipped("reward_fn")
     asks_for_tags = has_shipped_reward and "last_number" not in problems[0]

@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 from safetensors.torch import save_file
 
-from support import edits, memory, ranks
+from support import checkpoints, edits, memory, ranks
 
 
 @torch.no_grad()
@@ -55,7 +55,11 @@ def add_adapters(policy, cfg):
     inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     config.target_modules = names
     policy.adapter_config = config
-    edits.wrap(weights_by_name=merged_weights)
+    edits.replace(
+        weights_by_name=merged_weights,
+        checkpoint_of=checkpoints.checkpoint_of,
+        load_checkpoint=checkpoints.load_checkpoint,
+    )
     return reference
 
 
@@ -65,7 +69,7 @@ def save_adapters(policy, folder):
     for name, tensor in edits.own("weights_by_name")(policy):
         if ".lora_" in name:
             name = name.replace(".default.", ".")
-            tensors[f"base_model.model.{name}"] = ranks.whole(tensor)
+            tensors[f"base_model.model.{name}"] = checkpoints.whole(tensor)
     if ranks.RANK == 0:
         policy.adapter_config.save_pretrained(folder)
         save_file(tensors, folder / "adapter_model.safetensors")

@@ -119,49 +119,51 @@ def store_frozen_in_bf16(policy, ref_model, cfg):
                 layer.to(starter.DTYPES[cfg.precision])
 
 
-def step_in_parts(step, policy, rows, n, *others):
-    """Does a microbatch n rows at a time. Returns the loss and the means of all."""
-    mask = rows["response_mask"]
-    loss = 0.0
-    means = {}
-    old_log_probs = []
-    for indices in torch.arange(len(mask)).split(n):
-        part = starter.keep_rows(rows, indices)
-        part_loss, part_means = step(policy, part, *others)
-        loss += part_loss
-        starter.add_scaled(means, part_means, part["response_mask"].sum() / mask.sum())
-        old_log_probs.append(part["old_log_probs"])
-    rows["old_log_probs"] = torch.cat(old_log_probs)  # for the next epoch
-    return loss, means
+# Of this process's run: the run itself, and its optimiser, for what is done where memory runs out
+RUN = {}
 
 
 def attach(run):
-    """Where memory runs out, nothing is left of the attempt: the microbatches of this optimiser
-    step so far are repeated in smaller parts. Later ones are cut so from the start, also after a
-    resume, so that it gives the same bits."""
-    cfg = run.cfg
+    RUN["run"] = run
+    edits.replace(add_up_gradients=add_up_gradients)
+
+
+def resume(run, optimizer):
+    """Later microbatches are cut as they were before the run was stopped, so that it gives the same
+    bits."""
+    RUN["optimizer"] = optimizer
     of_state = run.state.get("max_tokens", math.inf)
-    cfg.max_tokens_per_microbatch = min(of_state, cfg.max_tokens_per_microbatch)
-    step = starter.grpo_microbatch_step
-    done = []  # microbatches whose gradients the policy holds
+    run.cfg.max_tokens_per_microbatch = min(of_state, run.cfg.max_tokens_per_microbatch)
 
-    def grpo_microbatch_step(policy, rows, *others):
-        if all(p.grad is None for p in policy.parameters()):
-            done.clear()
-        done.append(rows)
-        n_rows, width = rows["labels"].shape
-        n = min(n_rows, max(1, cfg.max_tokens_per_microbatch // width))
+
+def cut_to(microbatches, max_tokens):
+    """Cuts microbatches of more tokens into some of at most these, in their places."""
+    parts = []
+    for microbatch in microbatches:
+        n_rows, width = microbatch["labels"].shape
+        for indices in torch.arange(n_rows).split(max(1, max_tokens // width)):
+            if len(indices) == n_rows:
+                parts.append(microbatch)  # itself: an edit may keep something in it
+            else:
+                parts.append(starter.keep_rows(microbatch, indices))
+    microbatches[:] = parts
+
+
+def add_up_gradients(policy, microbatches, *others):
+    """Like starter.add_up_gradients. Where memory runs out, nothing is left of the attempt: the
+    microbatches, of this step and of later ones, are halved, and this step begins again."""
+    while True:
         try:
-            return step_in_parts(step, policy, rows, n, *others)
+            return edits.own("add_up_gradients")(policy, microbatches, *others)
         except RuntimeError as error:
+            largest = max(microbatches, key=lambda microbatch: microbatch["labels"].numel())
+            n_rows, width = largest["labels"].shape
             # The words of a GPU, and of a CPU
-            if n == 1 or not re.search("out of memory|can't allocate memory", str(error)):
+            if n_rows == 1 or not re.search("out of memory|can't allocate memory", str(error)):
                 raise
-        most = cfg.max_tokens_per_microbatch = run.state["max_tokens"] = n // 2 * width
-        print(f"Warning: out of memory: microbatches of {most} tokens from here on")
         policy.zero_grad()
-        for rows in list(done):
-            result = grpo_microbatch_step(policy, rows, *others)
-        return result
-
-    edits.wrap(grpo_microbatch_step=grpo_microbatch_step)
+        RUN["optimizer"].zero_grad()
+        run = RUN["run"]
+        run.state["max_tokens"] = run.cfg.max_tokens_per_microbatch = n_rows // 2 * width
+        print(f"Warning: out of memory: microbatches of {n_rows // 2 * width} tokens from here on")
+        cut_to(microbatches, n_rows // 2 * width)

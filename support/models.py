@@ -1,14 +1,39 @@
-"""Whether starter.py is right for the model that was loaded, asked before it trains."""
+"""What is odd in some models, and whether starter.py is right for the one that was loaded."""
 
+import functools
 import random
+from datetime import datetime
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import starter
 from starter import InputError
-from support import edits
+from support import edits, engines
+
+
+def mend_model(policy, tokenizer):
+    """Changes what some models and tokenizers need, of each that is loaded.
+
+    * torch's fused attention leaves out the soft-cap of some models (Gemma 2).
+    * A generation_config.json that is not valid could not be saved after the run.
+    * A chat template may write today's date: a fixed one, so that a run that is resumed tomorrow
+      reads the same prompts.
+    * vLLM and GPUs have a head of their own."""
+    if getattr(policy.config.get_text_config(), "attn_logit_softcapping", None):
+        policy.set_attn_implementation("eager")
+    own = policy.generation_config
+    try:
+        own.validate(strict=True)
+    except ValueError:
+        policy.generation_config = GenerationConfig(
+            bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id
+        )
+        print("generation_config.json is not valid: BOS and EOS are all that is kept of it")
+    tokenizer.apply_chat_template = functools.partial(
+        tokenizer.apply_chat_template, strftime_now=datetime(2024, 7, 26).strftime
+    )
+    engines.give_head(policy)
 
 
 def check_reading(policy, prompts, cfg):
@@ -17,7 +42,7 @@ def check_reading(policy, prompts, cfg):
     reading everything again, and the log says so."""
     name = type(policy).__name__
     prompts = sorted(prompts, key=len)
-    lengths = len(prompts[0]), len(prompts[-1])
+    lengths = [len(prompts[0]), len(prompts[-1])]
     ids = longest_row(policy, prompts[-1], cfg.max_new_tokens)
     try:
         fault = fault_of_reading(policy, ids, lengths, cfg)
@@ -27,10 +52,9 @@ def check_reading(policy, prompts, cfg):
     policy.eval()
     if fault:
         raise InputError(f"{name} cannot be trained here: {fault}; give another model")
-    own = edits.own("next_logits")
-    decodes = all(decodes_as_it_reads(own, policy, ids, [n]) for n in lengths)
-    if edits.is_shipped("next_logits") and not decodes:
-        edits.wrap(next_logits=next_logits)
+    own = edits.own("start_decoding")
+    if edits.is_shipped("start_decoding") and not decodes_as_it_reads(own, policy, ids, lengths):
+        edits.replace(start_decoding=start_decoding)
         print(f"{name} decodes otherwise than it reads: it samples without a cache, which is slow")
 
 
@@ -82,7 +106,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
                 return "what stands after a token changes its log-probs"
         if cfg.gradient_checkpointing:
             turn_dropout_off(policy)
-            starter.train_checkpointed_layers(policy)
+            starter.turn_checkpointing_on(policy)
             if differ(log_probs(policy, ids), whole):
                 return "with gradient_checkpointing its log-probs change, without it perhaps not"
     if not cfg.lora_rank:  # else there may be no memory for gradients of all weights
@@ -92,26 +116,42 @@ def fault_of_reading(policy, ids, lengths, cfg):
 
 
 @torch.no_grad()
-def decodes_as_it_reads(next_logits, policy, ids, lengths):
+def decodes_as_it_reads(start_decoding, policy, ids, lengths):
     """Compares some tokens after the first ones of (1, L) ids with the same of the row read at
     once. lengths: of the prompts, which are decoded together."""
     whole = log_probs(policy, ids)
     row = ids[0]
     ends = torch.tensor(lengths, device=ids.device)
-    prompts = pad_sequence([row[:n] for n in lengths], True, -1)
-    cache = None
+    tokens = None
     try:
+        next_logits = start_decoding(policy, [row[:n].tolist() for n in lengths])
         for _ in range(min(12, len(row) - max(lengths))):
-            logits, cache = next_logits(policy, prompts, cache)
+            logits = next_logits(tokens)
             if differ(starter.all_log_probs(logits, 1.0), whole[ends - 1]):
                 return False
-            prompts = torch.cat([prompts, row[ends, None]], dim=1)
+            tokens = row[ends, None]
             ends += 1
     except Exception:  # code of the model's authors: some have no cache that works
         return False
     return True
 
 
-def next_logits(policy, ids, cache=None):
-    """Like starter.next_logits, by reading all ids again for each token."""
-    return policy(input_ids=ids, use_cache=False).logits[:, -1], None
+def start_decoding(policy, prompts):
+    """Like starter.start_decoding, by reading all ids again for each token. Prompts of one length
+    are read together."""
+    rows_of_length = {}
+    for row, prompt_ids in enumerate(prompts):
+        rows_of_length.setdefault(len(prompt_ids), []).append(row)
+    ids = {n: torch.tensor([prompts[i] for i in rows]) for n, rows in rows_of_length.items()}
+    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()
+
+    def next_logits(tokens):
+        logits = []
+        for n, rows in rows_of_length.items():
+            if tokens is not None:
+                ids[n] = torch.cat([ids[n], tokens[rows].to(ids[n])], dim=1)
+            outputs = policy(input_ids=ids[n].to(policy.device), use_cache=False)
+            logits.append(outputs.logits[:, -1])
+        return torch.cat(logits)[order.to(policy.device)]
+
+    return next_logits

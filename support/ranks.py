@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import starter
-from support import edits, rewards
+from support import checkpoints, edits, rows
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -59,21 +59,24 @@ def gather(items):
 
 
 def divide(policy, ref_model, cfg):
-    """Divides the weights, and puts this file's functions around those of starter.py."""
+    """Divides the weights, and has this file's functions run in the place of starter.py's."""
     reshard = None  # each layer after its forward pass
     if cfg.engine == "transformers":
         reshard = False  # not before the backward pass, since processes decode at different pace
     shard(policy, cfg, reshard)
     if ref_model is not None:  # with LoRA it shares its weights no longer
         shard(ref_model, cfg, None)
-    edits.wrap(
-        rollout_with_transformers=rollout_with_transformers,
-        rollout_with_vllm=functools.partial(sample_share, "rollout_with_vllm"),
-        score=score,
-        cut_microbatches=cut_microbatches,
-        weights_by_name=functools.partial(whole_weights, starter.weights_by_name),  # or LoRA's
+    own_weights = starter.MECHANICS["weights_by_name"]  # or LoRA's
+    edits.replace(
+        sample=sample,
+        by_first_process=by_first_process,
+        rows_to_train_on=rows_to_train_on,
+        add_up_gradients=add_up_gradients,
+        clip_gradient=clip_gradient,
+        weights_by_name=functools.partial(whole_weights, own_weights),
+        checkpoint_of=checkpoints.checkpoint_of,
+        load_checkpoint=checkpoints.load_checkpoint,
     )
-    edits.replace(sum_over_processes=sum_over_processes, clip_gradient=clip_gradient)
     print(f"{WORLD} processes divide the weights and the work, without support/fast.py")
 
 
@@ -93,62 +96,65 @@ def shard(model, cfg, reshard):
             module.set_force_sum_reduction_for_comms(True)
 
 
-def rollout_with_transformers(policy, *options):
+def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
+    """Each response has the seed that it has in one process."""
     for module in policy.modules():
-        if hasattr(module, "unshard"):
+        if llm is None and hasattr(module, "unshard"):
             module.unshard()
-    return sample_share("rollout_with_transformers", policy, *options)
-
-
-def sample_share(name, model, prompts, cfg, seed, group_size, temperature):
-    """name: of a rollout. Each response has the seed that it has in one process."""
-    sample = edits.own(name)
     n = -(-len(prompts) // WORLD)
     first = RANK * n
-    own = prompts[first : first + n]
-    return gather(sample(model, own, cfg, seed + first * group_size, group_size, temperature))
+    share = prompts[first : first + n]
+    responses = []
+    if share:
+        of_engine = edits.own("sample")
+        seed += first * group_size
+        responses = of_engine(policy, llm, share, cfg, seed, group_size, temperature)
+    return gather(responses)
 
 
-def score(*arguments):
-    """The first process scores for all."""
-    scored = []
+def by_first_process(function, *arguments):
+    results = []
     if RANK == 0:
-        scored.append(rewards.score(*arguments))
-    return gather(scored)[0]
+        results.append(function(*arguments))
+    return gather(results)[0]
 
 
-def cut_microbatches(batch, max_tokens):
-    """This process's microbatches. All processes have the same number of them, since gradients are
-    summed after each; some without a token make up for it."""
-    own = starter.keep_rows(batch, slice(RANK, None, WORLD))
-    microbatches = edits.own("cut_microbatches")(own, max_tokens)
-    empty = starter.keep_rows(batch, (slice(1), slice(1)))
+def rows_to_train_on(batch, *others):
+    """Each process has every WORLD-th row. One that has none gets a row without a token."""
+    all_rows = rows.with_gradient(batch, *others)
+    share = starter.keep_rows(all_rows, slice(RANK, None, WORLD))
+    if len(share["labels"]) == 0:
+        share = starter.keep_rows(all_rows, slice(1))
+        share["response_mask"] = torch.zeros_like(share["response_mask"])
+    return share
+
+
+def add_up_gradients(policy, microbatches, *others):
+    """All processes get the same number of microbatches, since gradients are summed after each;
+    some without a token make up for it. Means are over the tokens of all processes."""
+    empty = starter.keep_rows(microbatches[0], (slice(1), slice(1)))
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     most = max(gather([len(microbatches)]))
-    return microbatches + [empty] * (most - len(microbatches))
-
-
-def sum_over_processes(sums):
+    n_tokens = sum(microbatch["response_mask"].sum().item() for microbatch in microbatches)
+    microbatches.extend([empty] * (most - len(microbatches)))
+    sums = edits.own("add_up_gradients")(policy, microbatches, *others)
     of_all = {}
-    for part in gather([sums]):
-        starter.add_scaled(of_all, part, 1.0)
+    n_all = sum(gather([n_tokens]))
+    for n, part in zip(gather([n_tokens]), gather([sums])):
+        loss = {"loss": part.pop("loss")}
+        starter.add_scaled(of_all, loss, 1.0)
+        if n:  # else its means are nan
+            starter.add_scaled(of_all, part, n / n_all)
     return of_all
 
 
-def clip_gradient(policy, max_norm):
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return norm.full_tensor().item()
-
-
-def whole(tensor):
-    """Returns a tensor with the parts of all processes."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor.full_tensor()
-    return tensor
+def clip_gradient(parameters, max_norm):
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return getattr(norm, "full_tensor", lambda: norm)().item()
 
 
 def whole_weights(weights_by_name, policy):
     """Yields (name, tensor) with the parts of all processes, and each tied weight once."""
     for name, tensor in weights_by_name(policy):
         if name not in policy.all_tied_weights_keys:
-            yield name, whole(tensor)
+            yield name, checkpoints.whole(tensor)

@@ -4,31 +4,42 @@ from dataclasses import astuple
 
 import numpy
 import torch
+from transformers import AutoModelForCausalLM
 
 import starter
-from support import edits, ranks
+from support import fast, ranks
+from support.safely import safely
 
 
-def report(result, policy, ref_model, llm, tokenizer, problems, run):
+def report(result, policy, ref_model, llm, problems, run):
     """Adds "kl_per_token" to the result. Prints what training has changed.
     Writes report.txt and a picture of the curves into the run's folder. Raises RunStopped where
-    the saved model is not the policy."""
+    the saved model is not the policy. Whatever else fails here is a line."""
+    safely("the report", write_report, result, policy, ref_model, llm, problems, run)
+    if run.writes_files:
+        n = len(problems.held_out)
+        safely("TensorBoard's table of settings", log_hparams, run)
+        safely("curve.png", draw, run, n)
+    safely("the check of the saved model", check_saved_model, policy, problems, run)
+
+
+def write_report(result, policy, ref_model, llm, problems, run):
     cfg = run.cfg
     n = len(problems.held_out)
     prompts = [problem["prompt_ids"] for problem in problems.held_out]
     responses = starter.rollout(policy, llm, prompts, cfg, "measure_kl", 1, cfg.temperature)
-    nats = measure_kl(policy, ref_model, responses, cfg, cfg.precision)
+    nats = measure_kl(policy, ref_model, responses, cfg)
     result["kl_per_token"] = nats.mean().item()
     if run.writes_files:
-        log_hparams(run)
-        draw(run, n)
-        text = "\n".join(lines_of_report(result, nats, n, run))
+        reference = cfg.ref_model_id or "model before training"
+        if ref_model is not None and run.state["reference"] != run.state["first_reference"]:
+            reference = "reference at the end"
+        text = "\n".join(lines_of_report(result, nats, n, run, reference))
         print(text)
         (run.folder / "report.txt").write_text(text + "\n", "utf-8")
-    check_saved_model(policy, responses, run)
 
 
-def lines_of_report(result, nats, n, run):
+def lines_of_report(result, nats, n, run, reference):
     """Yields lines. nats: the KL at each token of n responses."""
     yield f"\n=== Report: step {run.state['step']} ==="
     for name, now in result["after"].items():
@@ -38,42 +49,57 @@ def lines_of_report(result, nats, n, run):
     low, high = wilson_interval(result["after"]["solved"], n)
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
     yield (
-        f"KL(policy || {run.cfg.ref_model_id or 'model before training'}): "
+        f"KL(policy || {reference}): "
         f"{nats.mean():z.3f} nats per token, {nats.sum() / n:z.2f} nats per response\n"
         f"what trained steps did to each token: {run.folder}/steps.html"
     )
 
 
 @torch.no_grad()
-def measure_kl(policy, ref_model, responses, cfg, precision):
+def measure_kl(policy, ref_model, responses, cfg):
     """Returns (N,) the exact KL(policy || reference) at each token of the responses in nats.
     ref_model=None is the model before training."""
     if ref_model is None:
         ref_model, _ = starter.init_policy(cfg.model_id, cfg.device)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
     measured = []
-    # The plain cut: of several processes each measures all responses.
-    for rows in edits.own("cut_microbatches")(batch, cfg.max_tokens_per_microbatch):
-        stats = starter.token_statistics(policy, rows, cfg.temperature, precision, ref_model)
+    # Of several processes each measures all responses.
+    for rows in starter.cut_microbatches(batch, cfg.max_tokens_per_microbatch):
+        inputs = rows, cfg.temperature, cfg.precision, ref_model
+        stats = starter.token_statistics(policy, *inputs)
         measured.append(stats["kl_per_token"][rows["response_mask"]])
     return torch.cat(measured)
 
 
-def check_saved_model(policy, responses, run):
-    """Raises RunStopped where the saved model is another than the policy. The KL is measured in
-    float32: in bf16 an adapter beside a weight and one merged into it round differently."""
+LIMIT = 1e-4  # nats per token between the policy and its saved model; rounding gives 1e-9
+LIMIT_IN_16_BITS = 0.02  # where frozen_in_bf16 rounds the policy's weights
+
+
+@torch.no_grad()
+def check_saved_model(policy, problems, run):
+    """Raises RunStopped where the saved model is another than the policy. Both are asked by their
+    own forward pass, in float32: in bf16 an adapter beside a weight and one merged into it round
+    differently."""
     ranks.gather([])  # when the first process has written it
-    saved, _ = starter.init_policy(run.folder / "model", policy.device)
-    precision = "float32"
-    limit = 1e-4
+    path = run.folder / "model"
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(policy.device)
+    fast.attend_as_loaded(policy)
+    saved.set_attn_implementation(policy.config._attn_implementation)
+    precision, limit = "float32", LIMIT
     if run.cfg.frozen_in_bf16:
-        precision = run.cfg.precision
-        limit = 0.02
-    kl = measure_kl(policy, saved, responses[:8], run.cfg, precision).mean()
+        precision, limit = run.cfg.precision, LIMIT_IN_16_BITS
+    kl = 0.0
+    some = problems.held_out[:8]
+    for problem in some:
+        ids = torch.tensor([problem["prompt_ids"]], device=policy.device)
+        with starter.autocast(policy.device, precision):
+            outputs = [model(input_ids=ids, use_cache=False) for model in (policy, saved)]
+        log_p, log_q = [x.logits[0].float().log_softmax(dim=1) for x in outputs]
+        kl += (log_p.exp() * (log_p - log_q)).sum(dim=1).mean().item() / len(some)
     if not kl < limit:  # nan, too
         raise starter.RunStopped(
-            f"the saved model, {run.folder}/model, differs from the policy by {kl:.2g} nats per "
-            "token; the policy's weights are in the checkpoints beside it"
+            f"the saved model, {path}, differs from the policy by {kl:.2g} nats per token (limit "
+            f"{limit:g}); the policy's weights are in the checkpoints beside it"
         )
 
 

@@ -6,7 +6,6 @@ in main(), or of the preset's value where that is None, so that a new one needs 
 """
 
 import difflib
-import functools
 import inspect
 import json
 import os
@@ -14,14 +13,11 @@ import re
 import sys
 import zipfile
 import zlib
-from datetime import datetime
 from pathlib import Path
-
-from transformers import GenerationConfig
 
 import starter
 from starter import InputError
-from support import edits, rewards
+from support import edits
 
 # 1. Parameters
 
@@ -39,12 +35,6 @@ def nearest(value, options):
     """Returns a remedy: the options with a near spelling, or all."""
     near = difflib.get_close_matches(str(value), options)
     return f"use one of {near or sorted(options)}"
-
-
-def check_known(name, value, options):
-    """starter.check_known, with a hint at the spelling."""
-    if value not in options:
-        raise InputError(f"{name} = {value!r} is not known; {nearest(value, options)}")
 
 
 def check_kinds(cfg):
@@ -126,34 +116,15 @@ def check_hub(*names):
         constants.HF_HUB_OFFLINE = True
 
 
-def init_policy(model_id, device):
-    """starter.init_policy, with one sentence for its errors. Chat templates that write today's date
-    get a fixed one, so that a run that is resumed tomorrow reads the same prompts."""
-    try:
-        policy, tokenizer = edits.own("init_policy")(model_id, device)
-    except Exception as error:  # whatever transformers raises over files that others wrote
-        raise InputError(
-            f"{str(model_id)!r} cannot be loaded ({' '.join(str(error).split()):.300}); give a "
-            "folder written by save_pretrained, or a Hugging Face name"
-        ) from error
-    config = policy.generation_config
-    try:
-        config.validate(strict=True)
-    except ValueError:  # it could not be saved after the run
-        policy.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id
-        )
-        print("generation_config.json is not valid: BOS and EOS are all that is kept of it")
-    tokenizer.apply_chat_template = functools.partial(
-        tokenizer.apply_chat_template, strftime_now=datetime(2024, 7, 26).strftime
-    )
-    return policy, tokenizer
-
-
 def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
-    for problem in problems.train + problems.held_out:
+    train, held_out, _ = problems
+    if not callable(cfg.task) and cfg.task not in starter.TASKS:
+        shown = {name: value for name, value in train[0].items() if name != "prompt_ids"}
+        print(f"{cfg.task}: {len(train) + len(held_out)} problems; the first: {shown!r:.500}")
+    print(f"stop tokens: {tokenizer.convert_ids_to_tokens(cfg.stop_token_ids)}")
+    for problem in train + held_out:
         ids = problem["prompt_ids"]
         if not ids or max(ids) >= n_rows:
             raise InputError(
@@ -172,8 +143,10 @@ def check_model(policy, tokenizer, problems, cfg):
         print(
             f"no {tokenizer.decode([*left_out])} in prompts, though the tokenizer puts it on texts"
         )
-    train, held_out = [{str(problem["prompt"]) for problem in part} for part in problems]
-    for prompt in train & held_out:
+    texts, held_out_texts = [
+        {str(problem["prompt"]) for problem in part} for part in (train, held_out)
+    ]
+    for prompt in texts & held_out_texts:
         raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")
     try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
     unknown = tokenizer.unk_token_id
@@ -195,7 +168,7 @@ def try_reward_on_empty_response(tokenizer, problem, cfg):
             "**{key: [x] for key, x in problem.items()})[0]"
         )
     empty = starter.Response(problem["prompt_ids"], cfg.stop_token_ids[:1], [0.0], True)
-    rewards.score([empty], [problem], tokenizer, reward)
+    starter.score([empty], [problem], tokenizer, reward)
 
 
 # 3. A run that is resumed
@@ -242,12 +215,17 @@ def check_resume(run):
             print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
 
 
+def plain(problem):
+    """A problem as two processes write it: a function by its name."""
+    return {name: getattr(x, "__qualname__", x) for name, x in problem.items()}
+
+
 def note_changed_sources(policy, problems, cfg):
     """Keeps short hashes of what a run learns from and begins with, and says which of them are
     others than those with which a resumed run has trained. A thousand numbers of each tensor tell
     two fine-tunes apart."""
     sources = {
-        "problems": problems,
+        "problems": [[plain(problem) for problem in part] for part in problems],
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
         "model": [p.flatten()[:1000].tolist() for p in policy.parameters()],
     }

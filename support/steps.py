@@ -1,9 +1,9 @@
 """Writes steps.html into a run's folder: what eight of its steps did to each token.
 
-The numbers are those of the loss. In a step that is due this file keeps what token_statistics gives
-and the derivative of the loss by each token's log-prob; after the update another forward pass gives
-the log-probs of then. In other steps it only hands calls through. support/steps.html is the page
-without its numbers, and computes the rest from them.
+It is handed what a step made. In a step that is due, another forward pass of its microbatches gives
+their statistics after the update, and starter.compute_loss, at the log-probs of before, gives the
+derivative of the loss by each of these. support/steps.html is the page without its numbers, and
+computes the rest from them.
 """
 
 import json
@@ -12,96 +12,121 @@ from pathlib import Path
 import torch
 
 import starter
-from support import edits, ranks
+from support import ranks
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
 
-tokenizer = None  # of this process; support/attach.py sets it
-CALLS = []  # of token_statistics for the loss of this step: (policy, rows, {name: (B, T) tensor})
+# Of a token, as they were in the update; others are shown as they are after it
+OF_UPDATE = "advantages", "weights", "rollout_log_probs"
 
 
-def attach(run):
-    """Puts functions around two of starter.py, which keep what they see in steps that are due."""
-    CALLS.clear()  # of a run that was stopped
-    due = torch.linspace(1, run.cfg.n_train_steps, 8).int().tolist()
-    make_batch = starter.make_batch
-    token_statistics = starter.token_statistics
-
-    def make_numbered_batch(responses, *others):
-        batch = make_batch(responses, *others)
-        if run.state["step"] + 1 in due:
-            batch["row"] = torch.arange(len(responses))[:, None].to(batch["labels"])
-        return batch
-
-    def keep_statistics(model, rows, *others, **named):
-        stats = token_statistics(model, rows, *others, **named)
-        if "row" in rows and stats["log_probs"].requires_grad:
-            values = {name: x.detach() for name, x in stats.items()}
-            for name in "advantages", "weights", "rollout_log_probs":
-                values[name] = rows[name]
-            stats["log_probs"].register_hook(lambda slope: values.update(slope=slope))
-            CALLS.append((model, rows, values))
-        return stats
-
-    edits.wrap(make_batch=make_numbered_batch, token_statistics=keep_statistics)
+def key_of(microbatch, i):
+    """Returns the ids of a row, by which its response is found."""
+    mask = microbatch["response_mask"][i]
+    first = mask.int().argmax().item()
+    ids = microbatch["input_ids"][i, : first + 1].tolist() + microbatch["labels"][i][mask].tolist()
+    return tuple(ids)
 
 
-@torch.no_grad()
-def numbers_of_rows(responses, cfg):
-    """-> {row of the step: {name: a number for each token of its response, then padding}}, without
-    the rows that were left out of the loss. All processes come here together."""
-    found = []
-    for policy, rows, values in CALLS:
-        stats = starter.token_statistics(policy, rows, cfg.temperature, cfg.precision)
-        values["after"] = stats["log_probs"]
-        for i, row in enumerate(rows["row"].flatten().tolist()):
-            first = len(responses[row].prompt_ids) - 1
-            found.append((row, {name: x[i, first:].tolist() for name, x in values.items()}))
-    CALLS.clear()
-    return dict(reversed(ranks.gather(found)))  # of several epochs the first one stays
+class Page:
+    """The page of a run, step by step."""
 
+    def __init__(self, run, policy, ref_model, tokenizer):
+        self.run = run
+        self.policy = policy
+        self.ref_model = ref_model
+        self.tokenizer = tokenizer
+        self.due = torch.linspace(1, run.cfg.n_train_steps, 8).int().tolist()
 
-def after_step(run, step, metrics, samples):
-    """Adds the step to the page if it was due."""
-    if not CALLS:
-        return
-    problems, _, rewards, responses = samples
-    numbers = numbers_of_rows(responses, run.cfg)
-    size = run.cfg.group_size
-    half = 1 + TOKENS // size  # of a response's tokens, at its beginning and its end
-    order = rewards.view(-1, size).std(1).argsort(descending=True).tolist()
-    order.insert(1, order.pop())  # a group of equal rewards, if there is one
-    groups = []
-    for g in order[: 2 + 512 // (size * run.cfg.max_new_tokens)]:
-        shown = []
-        for i in range(g * size, g * size + size):
-            ids = responses[i].response_ids
-            places = [*range(len(ids))]
-            del places[half:-half]
-            response = {
-                "reward": rewards[i],
-                "finished": responses[i].finished,
-                "length": len(ids),
-                "tokens": tokenizer.convert_ids_to_tokens([ids[t] for t in places]),
-            }
-            for name, values in numbers.get(i, {}).items():
-                response[name] = " ".join(f"{values[t]:.5g}" for t in places if t < len(values))
-            shown.append(response)
-        prompt = tokenizer.decode(problems[g]["prompt_ids"])[-400:]
-        groups.append({"prompt": prompt, "responses": shown})
-    content = {
-        "step": step,
-        "metrics": metrics,
-        "scaler": run.state["scaler"],  # its scale is in slope
-        "importance_cap": run.cfg.importance_cap,
-        "n_groups": len(problems),
-        "groups": groups,
-    }
-    texts = run.state.setdefault("steps_shown", [])  # those before a resume, too
-    texts.append(json.dumps(content, default=float).replace("<", "\\u003c"))
-    while len(texts) > 2 and sum(map(len, texts)) > 475_000:  # bytes; first and last step stay
-        del texts[1]
-    if run.writes_files:
-        text = TEMPLATE.replace("STEPS", f"[{','.join(texts)}]")
-        (run.folder / "steps.html").write_text(text, "utf-8")
+    def numbers_of_microbatch(self, microbatch, beta):
+        """-> {name: (B, T) tensor}."""
+        cfg = self.run.cfg
+        mask = microbatch["response_mask"]
+        with torch.no_grad():
+            stats = starter.token_statistics(
+                self.policy, microbatch, cfg.temperature, cfg.precision, self.ref_model
+            )
+        numbers = {name: microbatch[name] for name in OF_UPDATE}
+        numbers |= {name: x for name, x in stats.items() if name != "log_ratio"}
+        numbers["after"] = numbers["log_probs"]
+        log_probs = microbatch["old_log_probs"].clone().requires_grad_()
+        numbers["log_probs"] = log_probs.detach()
+        loss, _ = starter.compute_loss(
+            microbatch["advantages"],
+            log_probs,
+            microbatch["old_log_probs"],
+            cfg.clip_range,
+            stats.get("ref_log_probs"),
+            beta,
+            mask,
+            kl_settings=cfg,
+            vocab_kl=stats.get(starter.EXACT.get(cfg.kl_estimator)),
+            sampler_log_probs=microbatch["rollout_log_probs"],
+            importance_cap=cfg.importance_cap,
+        )
+        loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()
+        [numbers["slope"]] = torch.autograd.grad(loss, log_probs, materialize_grads=True)
+        return numbers
+
+    def numbers_of_rows(self, microbatches, beta):
+        """-> {key: {name: a number for each token of the response}}, without the rows that were
+        left out of the loss. All processes come here together."""
+        found = []
+        for microbatch in microbatches:
+            numbers = self.numbers_of_microbatch(microbatch, beta)
+            for i, mask in enumerate(microbatch["response_mask"]):
+                of_row = {name: x[i][mask].tolist() for name, x in numbers.items()}
+                found.append((key_of(microbatch, i), of_row))
+        return dict(ranks.gather(found))
+
+    def after_step(self, step, metrics, problems, responses, rewards, microbatches):
+        """Adds the step to the page if it is due."""
+        if step not in self.due:
+            return
+        run = self.run
+        size = run.cfg.group_size
+        beta = metrics.get("adaptive_kl/current_beta", 0.0)
+        numbers = self.numbers_of_rows(microbatches, beta)
+        half = 1 + TOKENS // size  # of a response's tokens, at its beginning and its end
+        order = rewards.view(-1, size).std(1).argsort(descending=True).tolist()
+        order.insert(1, order.pop())  # a group of equal rewards, if there is one
+        groups = []
+        for g in order[: 2 + 512 // (size * run.cfg.max_new_tokens)]:
+            shown = []
+            for response, reward in zip(responses[g * size :], rewards[g * size : (g + 1) * size]):
+                places = [*range(len(response.response_ids))]
+                del places[half:-half]
+                ids = [response.response_ids[t] for t in places]
+                of_response = {
+                    "reward": reward,
+                    "finished": response.finished,
+                    "length": len(response.response_ids),
+                    "tokens": self.tokenizer.convert_ids_to_tokens(ids),
+                }
+                key = tuple(response.prompt_ids + response.response_ids)
+                for name, values in numbers.get(key, {}).items():
+                    of_response[name] = " ".join(f"{values[t]:.5g}" for t in places)
+                shown.append(of_response)
+            prompt = self.tokenizer.decode(problems[g]["prompt_ids"])[-400:]
+            groups.append({"prompt": prompt, "responses": shown})
+        content = {
+            "step": step,
+            "metrics": metrics,
+            "scaler": {},  # its scale is in no slope
+            "importance_cap": run.cfg.importance_cap,
+            "n_groups": len(problems),
+            "groups": groups,
+        }
+        self.add(json.dumps(content, default=float).replace("<", "\\u003c"))
+
+    def add(self, text):
+        """Adds a step's JSON to the page, and writes that."""
+        run = self.run
+        texts = run.state.setdefault("steps_shown", [])  # those before a resume, too
+        texts.append(text)
+        while len(texts) > 2 and sum(map(len, texts)) > 475_000:  # bytes; first and last step stay
+            del texts[1]
+        if run.writes_files:
+            page = TEMPLATE.replace("STEPS", f"[{','.join(texts)}]")
+            (run.folder / "steps.html").write_text(page, "utf-8")

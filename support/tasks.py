@@ -1,7 +1,7 @@
 """Tasks whose problems are made up: Countdown and addition; and files and data sets of many kinds.
 
 Importing this adds the tasks to starter.TASKS.
-read_problems takes the place of starter.py's: it reads data sets of the Hugging Face hub and other
+read_rows, which starter.read_problems calls, reads data sets of the Hugging Face hub and other
 column names too, and says in one sentence what is wrong with a file.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import starter
 from starter import InputError, is_held_out
-from support import edits, rules
+from support import rules
 
 TINY = str(Path(__file__).resolve().with_name("tiny"))  # the built-in model; see lab/build_tiny.py
 
@@ -63,7 +63,13 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
             seen.append(key)
             text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
             problems.append(
-                {"prompt": text, "numbers": numbers, "target": target, "solution": solution}
+                {
+                    "prompt": text,
+                    "numbers": numbers,
+                    "target": target,
+                    "solution": solution,
+                    "is_right": is_countdown_solution,
+                }
             )
         if len(problems) == n:
             break
@@ -120,24 +126,13 @@ def arithmetic(text):
         return None
 
 
-def score_countdown(response_text, problem):
-    """1.0 where the answer in the tags is arithmetic on the problem's numbers, each used once, with
-    the target as its value; 0.1 for another answer, 0.0 for none."""
-    answer = starter.tagged_answer(response_text)
-    if not answer:
-        return 0.0
+def is_countdown_solution(answer, problem):
+    """Whether an answer is arithmetic on the problem's numbers, each used once, with the target as
+    its value."""
     if arithmetic(answer) != problem["target"]:
-        return 0.1
+        return False
     used = map(int, re.findall("[0-9]+", answer))
-    return 1.0 if sorted(used) == sorted(problem["numbers"]) else 0.1
-
-
-def score_last_number(response_text, problem):
-    """1.0 where the last number of the text is the answer, which needs no tags: of "23 + 45 = 68."
-    it is 68. Otherwise 0.0."""
-    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    last = "".join(re.findall(number, response_text, re.ASCII)[-1:]).rstrip(",")
-    return float(starter.same_answer(last, str(problem["answer"])))
+    return sorted(used) == sorted(problem["numbers"])
 
 
 starter.TASKS |= {
@@ -145,15 +140,6 @@ starter.TASKS |= {
     "countdown": countdown_problems,
     "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN),
 }
-
-
-def score_answer(response_text, problem):
-    """starter.score_answer for these tasks, and for any problem with "last_number"."""
-    if "target" in problem and "numbers" in problem:
-        return score_countdown(response_text, problem)
-    if problem.get("last_number"):
-        return score_last_number(response_text, problem)
-    return edits.own("score_answer")(response_text, problem)
 
 
 # Files and data sets -> problems.
@@ -167,7 +153,7 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
-def read_problems(source):
+def read_rows(source):
     """A JSONL, JSON or CSV file, or "user/name", "user/name:configuration" or
     "user/name:configuration:split" of a data set on the Hugging Face hub (split "train") -> its
     problems.
@@ -197,7 +183,6 @@ def read_problems(source):
             "object into each line: 'prompt' is a text, or messages with a text as 'content' and a "
             f"'role' of {ROLES}; 'answer' is a text or number, without tags"
         )
-    print(f"{source}: {len(problems)} problems; the first: {problems[:1]!r:.500}")
     return problems
 
 

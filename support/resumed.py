@@ -1,0 +1,45 @@
+"""What an edit keeps that no checkpoint holds: said before the first step, and after a resume."""
+
+import starter
+
+
+def sample_of(model):
+    """A number that changes with a model's weights: the sum of some of each tensor. Two processes
+    that divide a model each know it of their parts."""
+    total = 0.0
+    for parameter in model.parameters():
+        part = getattr(parameter, "to_local", lambda: parameter)()
+        total += part.detach().flatten()[:100].double().sum().item()
+    return total
+
+
+def keep(run, ref_model):
+    """After each step: whether the state can be saved, and what the reference is now."""
+    if run.state["step"] == 1:
+        starter.check_can_be_saved(run.state)
+    if ref_model is not None:
+        run.state["reference"] = sample_of(ref_model)
+
+
+def say_what_is_new(run, policy, ref_model, optimizer):
+    """Before the first step of a process."""
+    own = {id(parameter) for parameter in policy.parameters()}
+    others = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in own
+    ]
+    if others:
+        print(
+            f"{len(others)} of the optimiser's parameters are none of the policy's: no checkpoint "
+            "holds their values, so keep these in run.state"
+        )
+    if ref_model is not None:
+        run.state.setdefault("first_reference", sample_of(ref_model))
+    before = run.state.get("reference")
+    if before is not None and ref_model is not None and sample_of(ref_model) != before:
+        print(
+            "resume: the reference is another one than before: an edit that changes it while "
+            "training must keep it in run.state"
+        )
