@@ -23,6 +23,7 @@ from starter import InputError, Response, RunStopped
 import torch
 import conftest
 from support import edits, fast
+from support.rows import with_gradient
 from conftest import (
     advantages_by_loops,
     gradient_of,
@@ -108,30 +109,39 @@ def whole_log_softmax(model, response, temperature=1.0):
 
 # The quick tests
 
-LOSS_OF_ROWS = 'loss = torch.where(mask, loss * rows["weights"], 0.0).sum()'
+LOSS_OF_STEP = 'loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()'
+MASK = "torch.cat([before, torch.ones(n)])"
 SCALED = "    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))\n"
 FORBIDDEN = "    logits = logits.index_fill(1, torch.tensor([33, 151_000]), -math.inf)\n"
 CHANGES = {  # name: a text of starter.py, what stands in its place, the quick test that then fails
     "sign of the loss": ("loss = -torch.minimum(", "loss = torch.minimum(", "test_step"),
-    "labels not shifted": ('"labels": ids[:, 1:]', '"labels": ids[:, :-1]', "test_step"),
-    "mask too early": ("mask[:, 1:],", "mask[:, :-1],", "test_step"),
-    "mask too late": ("columns >= starts", "columns > starts", "test_step"),
+    "labels not shifted": ('"labels": ids[1:]', '"labels": ids[:-1]', "test_step"),
+    "mask too early": (MASK, MASK + ".roll(-1)", "test_step"),
+    "mask too late": (MASK, "torch.cat([before, torch.arange(n)])", "test_step"),
     "KL swapped": ("d = policy_log_probs - ref", "d = -policy_log_probs + ref", "test_kl_gradient"),
     "exact KL swapped": ("(log_p.exp() * diff", "(-ref_log_p.exp() * diff", "test_kl_gradient"),
-    "sign of the advantage": ("advantages = groups -", "advantages = -groups +", "test_step"),
-    "mean of a microbatch": (LOSS_OF_ROWS, "loss = masked_mean(loss, mask)", "test_step"),
-    "nothing": (LOSS_OF_ROWS, LOSS_OF_ROWS, None),
+    "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),
+    "mean of a microbatch": (LOSS_OF_STEP, "loss = masked_mean(loss, mask)", "test_step"),
+    "nothing": (LOSS_OF_STEP, LOSS_OF_STEP, None),
     "tokens forbidden": (SCALED, SCALED + FORBIDDEN, None),
-    "entropy bonus": (LOSS_OF_ROWS, "loss = loss - 0.01 * stats['entropy']; " + LOSS_OF_ROWS, None),
+    "entropy bonus": (LOSS_OF_STEP, "loss = loss - 0.01 * stats['entropy']; " + LOSS_OF_STEP, None),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_quick_tests_find_mistakes_and_let_edits_pass(change, tmp_path, capsys):
+    """Whatever was drawn before them, and without drawing from the global generators."""
     old, new, failing = CHANGES[change]
     (tmp_path / "starter.py").write_text(edited_text({old: new}), "utf-8")
-    load_copy(tmp_path).test_functions()
-    printed = capsys.readouterr().out
+    module = load_copy(tmp_path)
+    outputs = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state(), random.getstate()
+        module.test_functions()
+        outputs.add(capsys.readouterr().out)
+        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    [printed] = outputs
     for test in ("test_kl_gradient", "test_step"):
         assert (f"FAILED: {test}. " if test == failing else f"ok: {test}\n") in printed
 
@@ -443,7 +453,8 @@ def test_kl_of_distant_policies_is_finite_and_its_gradient_is_the_log_ratio():
 
 
 def test_advantages_and_their_statistics_match_hand_computed_values():
-    """Rewards that are equal within rounding give 0: their tiny deviation would make them large."""
+    """Rewards that are equal within rounding give 0: their tiny deviation would make them large.
+    Others count, however small or near they are."""
     groups = [0.0, 1.0, 2.0], [0.1 + 0.8, 0.3 + 0.6, 0.9], [0.0, 0.0, 3e-4]
     rewards = torch.tensor(sum(groups, []), dtype=torch.float64)
     for normalize_by_std, divisors in ((True, (1.5, 0.5 + 3e-4 / 3**0.5)), (False, (1, 1))):
@@ -459,6 +470,39 @@ def test_advantages_and_their_statistics_match_hand_computed_values():
             "reward_mean": (3 + 2.7 + 3e-4) / 9,
         }
         assert metadata == pytest.approx(expected)
+    near = torch.tensor([1.0, 1.0, 1.0 + 3e-9, 0.0, 0.0, 3e-30], dtype=torch.float64)
+    found, metadata = starter.compute_group_normalized_advantages(near, 3, 0.0, False)
+    assert found.tolist() == pytest.approx([-1e-9, -1e-9, 2e-9, -1e-30, -1e-30, 2e-30], 1e-6, 0)
+    assert metadata["frac_zero_std"] == 0
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
+    """The others are compared with each other. One alone teaches nothing. The log is of those that
+    were scored, and its deviation of the groups in which some could be compared."""
+
+    def advantages(*groups):
+        rewards = torch.tensor(groups, dtype=torch.float64).flatten()
+        return starter.compute_group_normalized_advantages(rewards, 3, 0.5, normalize_by_std)
+
+    nan = math.nan
+    two, equal, three = [1.0, nan, 0.2], [0.1 + 0.8, 0.9, nan], [0.5, 0.5, 0.2]
+    found, metadata = advantages(two, equal, three, [nan, 0.7, nan], [nan, nan, nan])
+    divisors = (0.32**0.5 + 0.5, 0.03**0.5 + 0.5) if normalize_by_std else (1, 1)
+    of_two = [x / divisors[0] for x in (0.4, 0, -0.4)]
+    of_three = [x / divisors[1] for x in (0.1, 0.1, -0.2)]
+    assert found.tolist() == pytest.approx([*of_two, 0, 0, 0, *of_three, 0, 0, 0, 0, 0, 0])
+    assert not found[[1, 3, 4, 5, *range(9, 15)]].any()  # exactly
+    expected = {
+        "unscored_frac": 7 / 15,
+        "reward_mean": (1.2 + 1.8 + 1.2 + 0.7) / 8,
+        "reward_std": (0.32**0.5 + 0 + 0.03**0.5) / 3,
+        "frac_zero_std": 3 / 5,
+    }
+    assert metadata == pytest.approx(expected)
+    found, metadata = advantages([nan, nan, nan])
+    assert not found.any() and metadata["unscored_frac"] == metadata["frac_zero_std"] == 1
+    assert "unscored_frac" not in advantages(three)[1]
 
 
 def test_batch_is_shifted_once_and_masked_by_lengths():
@@ -469,7 +513,7 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
         Response([5], [0], [-3.0], False),
     ]
     expected = {
-        "input_ids": [[5, 6, 7, 8], [5, 0, 5, 5]],
+        "input_ids": [[5, 6, 7, 8], [5, 5, 5, 5]],
         "labels": [[6, 7, 8, 1], [0, 0, 0, 0]],
         "response_mask": [[0, 0, 1, 1], [1, 0, 0, 0]],
         "rollout_log_probs": [[0, 0, -0.5, -0.25], [-3, 0, 0, 0]],
@@ -483,7 +527,7 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
         found = {name: tensor.tolist() for name, tensor in batch.items()}
         assert found == {**expected, "advantages": laid_out}
     for width in (1, 3, 4):
-        with pytest.raises(IndexError, match=f"mask .2, 2. .* does not match .* .2, {width}."):
+        with pytest.raises(InputError, match=f"for {width} tokens of each .* longest has 2; give"):
             starter.make_batch(responses, torch.ones(2, width), "cpu")
 
 
@@ -517,6 +561,7 @@ def statistics_by_hand(log_p, log_q, labels):
         "log_probs": log_p.gather(1, labels[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
         "ref_log_probs": log_q.gather(1, labels[:, None])[:, 0],
+        "log_ratio": (log_p.detach() - log_q).gather(1, labels[:, None])[:, 0],
         "kl_per_token": (log_p.exp() * (log_p - log_q)).sum(dim=1),
         "kl_forward": (log_q.exp() * (log_q - log_p)).sum(dim=1),
     }
@@ -540,7 +585,7 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(monkeypatch, n):
     log_p, log_q = ((x[:, :n] / 0.5).log_softmax(dim=1) for x in (logits, ref_logits))
     by_hand = statistics_by_hand(log_p, log_q, labels)
     torch.testing.assert_close(ours, by_hand)
-    assert not ours.pop("ref_log_probs").requires_grad
+    assert not ours.pop("ref_log_probs").requires_grad and not ours.pop("log_ratio").requires_grad
     for name, values in ours.items():
         gradients = (
             torch.autograd.grad(x, logits, torch.linspace(-1, 2, 6).double(), retain_graph=True)
@@ -584,6 +629,7 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
         for model in models
     ]
     own = statistics_by_hand(tables[0], tables[1].detach(), labels[mask])
+    del own["log_ratio"]  # which is not logged
     own["mine"] = labels[mask].double()
     zeros = torch.zeros(mask.shape, dtype=torch.float64)
     rows = {name: zeros.masked_scatter(mask, of_tokens) for name, of_tokens in own.items()}
@@ -612,7 +658,7 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
 
     if cfg.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
-        starter.train_checkpointed_layers(policy)
+        starter.turn_checkpointing_on(policy)
     batch["old_log_probs"] = old
     path(*models)
     for max_tokens in (10_000, 40, 1):
@@ -636,7 +682,7 @@ def test_statistic_with_the_name_of_another_metric_is_refused(policy, monkeypatc
     monkeypatch.setattr(
         starter, "statistics_of_logits", lambda *inputs: shipped(*inputs) | {"clip_frac": inputs[1]}
     )
-    with pytest.raises(InputError, match="rename {'clip_frac'}"):
+    with pytest.raises(InputError, match="'clip_frac' is logged twice, from two places; rename"):
         starter.grpo_microbatch_step(policy, make_step(make_responses([3])), cfg_with())
 
 
@@ -660,6 +706,44 @@ def test_gradient_in_16_bits_is_off_by_its_rounding_only(policy, path):
         assert least < error.norm() / exact.norm() < most
 
 
+@pytest.mark.parametrize("estimator", ["k3", "exact", "exact_forward"])
+def test_reference_that_was_changed_where_it_has_no_effect_is_refused(path, monkeypatch, estimator):
+    """An exact KL is of the logits: a change of those acts on each estimator. A policy whose logits
+    are nan has a loss of nan, for which train() skips the step."""
+    policy, ref_model = make_models()
+    path(policy, ref_model)
+    batch = make_step(make_responses((1, 12, 5, 3, 7, 2)))
+    cfg = cfg_with(kl_estimator=estimator, temperature=0.7)
+
+    def loss():
+        return starter.grpo_microbatch_step(policy, dict(batch), cfg, ref_model, 0.3)[0].item()
+
+    of_statistics, of_logits = starter.token_statistics, starter.statistics_of_logits
+    before = loss()
+
+    def token_statistics(*inputs):
+        stats = of_statistics(*inputs)
+        stats["ref_log_probs"][3, 1] -= 0.01
+        return stats
+
+    with monkeypatch.context() as changed:
+        changed.setattr(starter, "token_statistics", token_statistics)
+        if estimator == "k3":
+            assert abs(loss() - before) > 1e-6
+        else:
+            with pytest.raises(InputError, match="changed, .* change ref_logits in token_stat"):
+                loss()
+
+    def statistics_of_logits(logits, labels, temperature, ref_logits):
+        return of_logits(logits, labels, temperature, 0.9 * ref_logits)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(starter, "statistics_of_logits", statistics_of_logits)
+        assert abs(loss() - before) > 1e-4
+    policy.lm_head.weight.data[0] = math.nan
+    assert math.isnan(loss())
+
+
 @pytest.mark.parametrize(
     "kl",
     [{}, dict(kl_estimator="exact", kl_in="loss_to_go"), dict(kl_estimator="k1", kl_in="reward")],
@@ -681,32 +765,61 @@ def test_kl_coef_zero_is_plain_grpo_bit_for_bit(path, kl):
 # Rows without an advantage
 
 
-@pytest.mark.parametrize("begins, found", [(1, 1), (5, 11), (99, 99)])
-def test_rows_without_an_advantage_are_left_out_unless_the_loss_has_a_term_for_them(
-    path, capsys, monkeypatch, begins, found
-):
-    """It is found in the first step, or within ten steps, and the log says so."""
+def step_with_equal_groups():
+    """Rows 0, 2 and 4 have no advantage, and row 5 has one whose sum is 0."""
+    advantages = torch.tensor([0.0, 0.5, 0.0, -1.0, 0.0, 0.7])[:, None].repeat(1, 9)
+    advantages[5, :2] = torch.tensor([1.0, -1.0])
+    advantages[5, 2:] = 0.0
+    batch = make_step(make_responses((1, 9, 4, 6, 2, 8)), advantages=advantages)
+    batch["weights"][1, 3:] = 0.0
+    return batch
+
+
+def test_rows_without_an_advantage_are_left_out_where_they_have_no_gradient(path):
+    """They have one in the KL term. Where no row has an advantage all stay, for the log."""
+    policy, ref_model = make_models()
+    path(policy, ref_model)
+    batch = step_with_equal_groups()
+    kept = with_gradient(batch, policy, None, cfg_with())
+    gradients = []
+    for some in (batch, kept):
+        policy.zero_grad()
+        starter.grpo_microbatch_step(policy, dict(some), cfg_with())
+        gradients.append(gradient_of(policy))
+    assert gradients[0].norm() > 0.01
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+    assert kept.keys() == batch.keys()
+    assert all(torch.equal(kept[name], batch[name][[1, 3, 5]]) for name in batch)
+    assert with_gradient(batch, policy, ref_model, cfg_with()) is batch
+    equal = batch | {"advantages": 0 * batch["advantages"]}
+    assert with_gradient(equal, policy, None, cfg_with()) is equal
+
+
+@pytest.mark.parametrize(
+    "name, has_part",
+    [
+        ("grpo_microbatch_step", True),
+        ("compute_loss", True),
+        ("ppo_loss", True),
+        ("token_statistics", True),
+        ("response_logits", True),
+        ("statistics_of_logits", True),
+        ("scale_logits", True),
+        ("weights_of_tokens", True),
+        ("make_batch", False),
+        ("reward_fn", False),
+        ("train", False),
+    ],
+)
+def test_all_rows_stay_where_something_of_the_loss_was_edited(path, monkeypatch, name, has_part):
+    """It may have a term that needs no advantage."""
     policy, _ = make_models()
     path(policy)
-    advantages = torch.tensor([0.0, 0.5, 0.0, -1.0, 0.0, 0.7])
-    batch = make_step(make_responses((1, 9, 4, 6, 2, 8)), advantages=advantages)
-    batch["weights"][0] = 0.0  # as mask_truncated does
-    shipped = starter.compute_loss
-
-    def compute_loss(advantages, log_probs, *others, **named):
-        loss, metadata = shipped(advantages, log_probs, *others, **named)
-        return loss + 0.1 * (step >= begins) * log_probs, metadata
-
-    monkeypatch.setattr(starter, "compute_loss", compute_loss)
-    probe = {}
-    for step in range(1, 13):
-        kept = starter.leave_out_rows(policy, batch, step, probe, cfg_with())
-        rows = slice(None) if step >= found else [1, 3, 5]
-        assert torch.equal(kept["labels"], batch["labels"][rows])
-        assert all(parameter.grad is None for parameter in policy.parameters())
-    said = capsys.readouterr().out
-    assert ("left out: True" in said) == (begins > 1)
-    assert (f"step {found}: rows without an advantage are left out: False" in said) == (found < 99)
+    batch = step_with_equal_groups()
+    shipped = getattr(starter, name)
+    monkeypatch.setattr(starter, name, lambda *inputs, **named: shipped(*inputs, **named))
+    kept = with_gradient(batch, policy, None, cfg_with())
+    assert len(kept["labels"]) == (6 if has_part else 3)
 
 
 # Checks of log-probs while training
@@ -809,9 +922,9 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
     gradients = []
     shipped = starter.clip_gradient
 
-    def clip_gradient(policy, max_norm):
-        gradients.append(gradient_of(policy))
-        return shipped(policy, max_norm)
+    def clip_gradient(parameters, max_norm):
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        return shipped(parameters, max_norm)
 
     scored = mock.Mock(wraps=starter.score)
     monkeypatch.setattr(starter, "score", scored)

@@ -18,6 +18,8 @@ import starter
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name: fingerprint, and one of each line
 
+OWN = dict(starter.MECHANICS)  # name: the mechanic that stands in starter.py
+
 # What a mechanic of starter.py calls, and the one of support/ does not
 PARTS = {
     "token_statistics": ["response_logits"],
@@ -63,9 +65,16 @@ def short_hash(text):
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-@functools.cache
 def fingerprint(function):
     """A text that changes with what a function does; "" where its source cannot be had."""
+    try:
+        return fingerprint_of(function)
+    except TypeError:  # it has no hash, as an object of a dataclass that can be called
+        return ""
+
+
+@functools.cache
+def fingerprint_of(function):
     source = source_of(function)
     if not source:
         return ""
@@ -77,15 +86,15 @@ def fingerprint(function):
 
 def own(name):
     """Returns the function of this name in starter.py, also where another one runs in its place."""
-    function = getattr(starter, name)
-    if name in starter.MECHANICS:
-        return inspect.unwrap(function)
-    return function
+    return OWN.get(name) or getattr(starter, name)
 
 
 def is_shipped(*names):
     """Whether the functions of these names in starter.py are as they were shipped."""
-    return all(fingerprint(own(name)) == SHIPPED[name]["meaning"] for name in names)
+    for name in names:
+        if fingerprint(getattr(starter, name)) != SHIPPED[name]["meaning"]:
+            return False
+    return True
 
 
 def called_by(name):
@@ -94,9 +103,11 @@ def called_by(name):
     found = {name}
     waiting = [name]
     while waiting:
-        source = source_of(own(waiting.pop()))
+        source = source_of(getattr(starter, waiting.pop()))
         for node in ast.walk(ast.parse(source)):
             called = getattr(node, "id", None)
+            if called == "main":  # whose parameters cfg_with reads
+                continue
             if called in SHIPPED and called not in found:
                 found.add(called)
                 waiting.append(called)
@@ -125,13 +136,13 @@ def replace(**functions):
 
 def replaced_names():
     """Returns the names of the mechanics in whose place others run."""
-    return sorted(name for name in starter.MECHANICS if starter.MECHANICS[name] is not own(name))
+    return sorted(name for name in OWN if starter.MECHANICS[name] is not OWN[name])
 
 
 def restore(*names):
     """Has these mechanics of starter.py run again, or all."""
-    for name in names or starter.MECHANICS:
-        starter.MECHANICS[name] = own(name)
+    for name in names or OWN:
+        starter.MECHANICS[name] = OWN[name]
 
 
 def log_edits():
@@ -163,7 +174,7 @@ class EditsInStep:
     def __init__(self):
         self.edits = {}  # code: name of its function, lines that were edited and have not run
         for name in sorted(called_by("train") - NOT_IN_A_STEP):
-            function = own(name)
+            function = inspect.unwrap(getattr(starter, name))
             if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
                 lines = edited_lines(function, SHIPPED[name]["lines"])
                 codes = [function.__code__, *codes_inside(function.__code__)]
@@ -210,7 +221,6 @@ def write_shipped():
     shipped = {}
     for name, value in vars(starter).items():
         if getattr(value, "__module__", None) == "starter":
-            value = inspect.unwrap(value) if inspect.isfunction(value) else value
             lines = {short_hash(line.strip()) for line in source_of(value).split("\n")}
             shipped[name] = {"meaning": fingerprint(value), "lines": sorted(lines)}
     text = ",\n".join(f" {json.dumps(name)}: {json.dumps(x)}" for name, x in shipped.items())

@@ -130,7 +130,7 @@ def attention(module, query, key, value, attention_mask, **kwargs):
     scores = (query @ key.mT).view(n, heads, length, n_keys)
     weights = (scores + attention_mask).softmax(dim=-1).to(value.dtype)
     out = weights.view(n, kv_heads, -1, n_keys) @ value
-    return out.view(n, heads, length, d).transpose(1, 2), None
+    return out.view(n, heads, length, -1).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("starter", attention)
@@ -143,8 +143,13 @@ def attend_on_cpu(model):
         model.set_attn_implementation("starter")
 
 
+def attends_here(model):
+    """Whether a model, or what an edit has put in its place, has this attention."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", "") == "starter"
+
+
 def attend_as_loaded(model):
-    if model.config._attn_implementation == "starter":
+    if attends_here(model):
         model.set_attn_implementation("sdpa")
 
 
@@ -162,12 +167,19 @@ def calls_its_base_model(model_class):
     return f"self.{model_class.base_model_prefix}(" in inspect.getsource(model_class.forward)
 
 
+class OfBaseModel(BaseModelOutputWithPast):
+    """What a base model returns, of which everything but the hidden states is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
 def logits_from(model, hidden):
     """(N, H) last hidden states -> (N, V) logits, by the model's own forward(), for which its base
     model gives these states: a scale or a soft-cap behind the head has its effect."""
     if not calls_its_base_model(type(model)):
         return model.get_output_embeddings()(hidden)
-    outputs = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    outputs = OfBaseModel(last_hidden_state=hidden[None])
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # not looked at
     base_model = model.base_model
     base_model.forward = lambda *arguments, **named: outputs

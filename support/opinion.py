@@ -57,9 +57,9 @@ class SecondOpinion:
         is_training = self.run.state["before"] is not None
         if llm is None and is_training and step != self.sampled_in and self.is_due(step):
             self.sampled_in = step
-            fault = self.fault_of_sampler(policy, responses, *inputs)
+            fault = self.compared(self.fault_of_sampler, policy, responses, *inputs)
             if fault:
-                self.put_aside(policy, None, step, *fault)
+                self.put_aside(policy, None, step, fault)
                 responses = sample(policy, llm, *inputs)
         return responses
 
@@ -91,9 +91,9 @@ class SecondOpinion:
         """Like starter.rows_to_train_on."""
         step = self.run.state["step"] + 1
         if self.is_due(step):
-            fault = self.fault_of_statistics(batch, policy, ref_model, cfg)
+            fault = self.compared(self.fault_of_statistics, batch, policy, ref_model, cfg)
             if fault:
-                self.put_aside(policy, ref_model, step, *fault)
+                self.put_aside(policy, ref_model, step, fault)
                 return batch
             self.last_right = step
         return rows.with_gradient(batch, policy, ref_model, cfg)
@@ -117,12 +117,26 @@ class SecondOpinion:
         pairs = {name: (ours.get(name), plain[name]) for name in plain}
         return first_fault(pairs, LIMITS[exact.precision])
 
-    def put_aside(self, policy, ref_model, step, name, difference, limit):
-        last = f"last right in step {self.last_right}" if self.last_right else "never right"
+    def compared(self, fault_of, *inputs):
+        """Returns what is wrong as a text, or None."""
+        try:
+            fault = fault_of(*inputs)
+        except Exception as error:  # of a mistake in support/, for example
+            return f"the comparison with starter.py's own functions failed with {error!r:.200}"
+        if fault:
+            name, difference, limit = fault
+            return (
+                f"support/ computes other {name} than starter.py's own functions, by "
+                f"{difference:.1e} of the largest (limit {limit:g})"
+            )
+
+    def put_aside(self, policy, ref_model, step, fault):
+        last = (
+            f"the last right step was {self.last_right}" if self.last_right else "it never fitted"
+        )
         print(
-            f"step {step}: support/ computes other {name} than starter.py's own functions, by "
-            f"{difference:.1e} of the largest (limit {limit:g}; {last}); this step is repeated "
-            "without support/'s mechanics, and they stay out of this run"
+            f"step {step}: {fault}; {last}. This step is repeated without support/'s mechanics, "
+            "and they stay out of this run"
         )
         self.run.state["put_aside"] = step
         put_aside(self.run.cfg, policy, ref_model)
@@ -132,8 +146,7 @@ def put_aside(cfg, policy, ref_model=None):
     """Has starter.py's own mechanics run from here on."""
     edits.restore(*COMPARED)
     for model in (policy, ref_model):
-        if isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation"):
-            fast.attend_as_loaded(model)
+        fast.attend_as_loaded(model)
     most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
     cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
 
@@ -142,11 +155,7 @@ def put_aside(cfg, policy, ref_model=None):
 def own_mechanics(*models):
     """Within it starter.py's own mechanics run, and the models attend as they were loaded."""
     in_place = {name: starter.MECHANICS[name] for name in COMPARED}
-    attended = [
-        model
-        for model in models
-        if model is not None and getattr(model.config, "_attn_implementation", "") == "starter"
-    ]
+    attended = [model for model in models if fast.attends_here(model)]
     edits.restore(*COMPARED)
     for model in attended:
         fast.attend_as_loaded(model)

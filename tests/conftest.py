@@ -1,6 +1,5 @@
 """Small checkpoints, tasks and settings that the tests share."""
 
-import functools
 import importlib.util
 import os
 import random
@@ -25,8 +24,6 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 if starter.find_support():  # names of its tasks, presets and KL rules are known to every test
     from support import edits, report
-
-    edits.fingerprint = functools.cache(edits.fingerprint)  # else 0.3 s of each run
 
 
 @pytest.fixture(autouse=True)

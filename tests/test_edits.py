@@ -100,15 +100,18 @@ class Edit(NamedTuple):
 
 
 KL = dict(use_kl_penalty=True, kl_coef=0.3, kl_estimator="exact")
-LOSS = '    loss = torch.where(mask, loss * rows["weights"], 0.0).sum()\n'
+LOSS = '    loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()\n'
 BATCH = "batch = make_batch(responses, advantages, policy.device)"
 REFERENCE = "        ref_model = copy.deepcopy(policy).eval().requires_grad_(False)\n"
 REF_LOGITS = "            ref_logits = response_logits(ref_model, rows, precision)\n"
 STATISTICS = '        "entropy": -(log_p.exp() * log_p).sum(dim=1),\n'
 WINNERS = {
-    "        if kl_settings.kl_in ==": """\
-        penalty = penalty * (advantages > 0)
-        if kl_settings.kl_in =="""
+    "            kl_loss = kl_coef * kl\n": """\
+            kl_loss = kl_coef * kl * (advantages > 0)
+""",
+    "            advantages = advantages - kl_coef * kl\n": """\
+            advantages = advantages - kl_coef * kl * (advantages > 0)
+""",
 }
 
 EDITS = dict(
@@ -119,11 +122,6 @@ EDITS = dict(
         tokens = draw_from(probs * kept, uniform)"""
         },
         check=lambda run: max(step.ranks.max() for step in run.steps) == 1,
-    ),
-    top_k_with_vllm=Edit(
-        {"tokens = draw_from(probs, uniform)": "tokens = draw_from(probs.square(), uniform)"},
-        settings=dict(engine="vllm"),
-        says="vLLM draws the tokens by itself",
     ),
     z_loss=Edit(
         {
@@ -151,7 +149,7 @@ EDITS = dict(
         {
             "    return loss + kl_loss, means": """\
     loss = loss * torch.where(advantages < 0, 0.5, 1.0)
-    return loss + kl_loss, means"""
+    return loss + kl_loss, means""",
         },
         lambda x: policy_loss(x) * torch.where(x.advantages < 0, 0.5, 1.0),
     ),
@@ -265,7 +263,6 @@ AVERAGES = {
         {LOSS: '    loss = loss - stats["entropy"]\n' + LOSS},
         with_entropy_bonus,
         dict(reward=often_equal),
-        says="step 1: rows without an advantage are left out: False",
     ),
     own_baseline=Edit(
         {
@@ -278,12 +275,12 @@ advantages = rewards - rewards.mean()
     new_parameter=Edit(
         {
             '    loss_average="dapo",': '    loss_scale=2.0,\n    loss_average="dapo",',
-            'loss * rows["weights"]': 'cfg.loss_scale * loss * rows["weights"]',
+            'loss * microbatch["weights"]': 'cfg.loss_scale * loss * microbatch["weights"]',
         },
         lambda x: 2 * policy_loss(x),
     ),
     learning_rate_schedule=Edit(
-        {"min(1.0, step / max(1, cfg.warmup_steps))": "1 / step"},
+        {"return min(1.0, step / max(1, cfg.warmup_steps))": "return 1 / step"},
         check=lambda run: run.logged["train/lr"] == pytest.approx([0.01, 0.005, 0.01 / 3]),
     ),
     other_optimizer=Edit(
@@ -325,17 +322,24 @@ def train(starter, checkpoint, folder, **changes):
     sys.modules["vllm"] = mock.MagicMock(__spec__=True, LLM=lambda *args, **options: None)
     starter.test_functions()
     if starter.find_support():
-        sys.modules["support.report"].report = mock.Mock()  # its pictures take a second
+        report = sys.modules["support.report"]
+        for name in ("write_report", "log_hparams", "draw"):  # its pictures take a second
+            setattr(report, name, mock.Mock(__name__=name))
         sys.modules["support.engines"].ON_CPU = True
     steps = [{}]  # what support/ tries before the first one
 
-    def keep_gradient(policy, max_norm):
+    def keep_policy(policy, *others):
+        steps[0]["policy"] = policy
+
+    def keep_gradient(parameters, max_norm):
+        policy = steps[0]["policy"]
         weights = parameters_to_vector(policy.parameters()).detach()
         steps[-1].update(weights=weights, gradient=gradient_of(policy))
 
     def keep_rewards(rewards, *others):
         steps.append({"rewards": rewards.tolist()})
 
+    at_each_call(starter, "rollout", keep_policy)
     at_each_call(starter, "compute_group_normalized_advantages", keep_rewards)
     at_each_call(starter, "make_batch", lambda responses, *_: steps[-1].update(responses=responses))
     at_each_call(starter, "clip_gradient", keep_gradient)
@@ -419,26 +423,22 @@ def test_edits_take_effect(names, with_support, tmp_path):
         assert ("FAILED: test_" in printed) == fails_quick_tests, name
 
 
-def run_with_seams_edited(checkpoint, folder):
-    """Every function that support/ may replace is another one, which calls it."""
+def run_with_mechanics_edited(checkpoint, folder):
+    """Each function that support/ may replace is another one, which calls starter.py's own."""
     starter = import_copy(folder)
-    edited = {
-        name: mock.Mock(side_effect=value)
-        for name, value in vars(starter).items()
-        if "support/ replaces this" in (value.__doc__ or "")
-    }
+    edited = {}
+    for name in starter.MECHANICS:
+        edited[name] = mock.Mock(side_effect=starter.MECHANICS[name])
     vars(starter).update(edited)
-    problems = Path(folder, "sums.jsonl")
-    problems.write_text("".join(f'{{"prompt": "add {i} 1", "answer": 1}}\n' for i in range(80)))
-    train(starter, checkpoint, folder, task=str(problems))
-    not_called = [name for name in edited if not edited[name].called]
-    assert not_called == ["init_vllm", "load_weights_in_worker"]
+    train(starter, checkpoint, folder)
+    not_called = {name for name in edited if not edited[name].called}
+    assert not_called == {"init_vllm", "load_policy_into_vllm_instance", "load_checkpoint"}
 
 
 @pytest.mark.slow
-def test_edited_seams_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
+def test_edited_mechanics_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
     call = str(checkpoint), write_copy(tmp_path / "copy", edited_text({}), True)
-    [outcome] = in_forks("test_edits", "run_with_seams_edited", [call], tmp_path)
+    [outcome] = in_forks("test_edits", "run_with_mechanics_edited", [call], tmp_path)
     assert outcome["status"] == 0, outcome["stderr"]
 
 

@@ -2,6 +2,7 @@
 place and says so; support/edits.py replaces no function that was edited."""
 
 import copy
+import json
 import random
 from unittest import mock
 
@@ -56,7 +57,7 @@ def attach(model, max_new_tokens=20):
     ids = random.Random(0).choices(range(4, 61), k=12)
     problems = starter.Problems([{"prompt_ids": ids[:3]}, {"prompt_ids": ids}], [])
     fast.attach(model, None, problems, starter.cfg_with(max_new_tokens=max_new_tokens))
-    return {*edits.OWN}
+    return {*edits.replaced_names()}
 
 
 # Statistics
@@ -109,7 +110,7 @@ def test_each_prompt_is_read_once_and_logits_are_made_in_slices(monkeypatch):
     assert max(n_logits) == 7 and sum(n_logits) == 2 * 30  # again in the backward pass
     cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], precision="float32")
     for tokens_at_once in (1_000, 5 * 4):
-        monkeypatch.setattr(fast, "TOKENS_AT_ONCE", tokens_at_once)
+        monkeypatch.setattr(starter, "TOKENS_AT_ONCE", tokens_at_once)
         starter.rollout_with_transformers(model, [[5, 6, 7], [8, 9]], cfg, 0, group_size=4)
     # Prompts without their last tokens, and what follows; in sampling whole ones, and a step
     assert n_read == [3 * 8, 6 * 12, 2 * 3, 8, 3, 4, 2, 4]
@@ -149,9 +150,8 @@ def steeper(hidden):
     return hidden + 0.01 * (hidden - hidden.detach())
 
 
-def of_other_rows(outputs):
-    logits, cache = outputs
-    return logits.roll(1, dims=0), cache
+def of_other_rows(next_logits):
+    return lambda tokens: next_logits(tokens).roll(1, dims=0)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def of_other_rows(outputs):
         ("mistral", None, None, "do not look back without end"),
         ("gpt_neo", None, None, "its log_probs differs"),  # whose windows lie in its own code
         ("qwen3", "hidden_states", steeper, "its gradient differs by 1.0%"),
-        ("qwen3", "next_logits", of_other_rows, "decodes otherwise than it reads"),
+        ("qwen3", "start_decoding", of_other_rows, "decodes otherwise than it reads"),
     ],
 )
 def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
@@ -190,17 +190,18 @@ def test_model_that_fits_gets_all_functions(max_new_tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*fast.FUNCTIONS, "response_logits"])
-def test_functions_that_would_not_call_an_edited_one_are_left_out(name, monkeypatch):
+def test_functions_that_would_not_call_an_edited_one_are_left_out(name):
     """One is not enough: they fit each other alone."""
-    monkeypatch.setattr(starter, name, mock.Mock(wraps=getattr(starter, name)))
-    assert attach(model_named("qwen3")) == set()
+    with mock.patch.object(starter, name, wraps=getattr(starter, name)):
+        assert attach(model_named("qwen3")) == set()
 
 
 @pytest.mark.slow  # who edits on purpose runs the others
-def test_shipped_fingerprints_are_those_of_starter():
+def test_shipped_fingerprints_are_those_of_starter(tmp_path, monkeypatch):
     """After a change of starter.py that is to stay: python -m support.edits."""
-    found = {name: edits.fingerprint(getattr(starter, name)) for name in edits.SHIPPED}
-    assert found == edits.SHIPPED
+    monkeypatch.setattr(edits, "SHIPPED_FILE", tmp_path / "shipped.json")
+    edits.write_shipped()
+    assert json.loads((tmp_path / "shipped.json").read_text("utf-8")) == edits.SHIPPED
 
 
 def test_comments_and_docstrings_are_no_edits(monkeypatch):
