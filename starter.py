@@ -438,7 +438,7 @@ def normalized_answer(text):
     differences of case and spaces."""
     text = " ".join(text.replace("\u2212", "-").split())  # a typographical minus
     text = text.casefold().removesuffix(".")
-    number = re.sub(r"[$\u20ac\u00a3]|(?<=\d) ?%$", "", text, count=1)
+    number = re.sub(r"^(-?)[$\u20ac\u00a3]|(?<=\d) ?[%$\u20ac\u00a3]$", r"\1", text, count=1)
     if len(text) <= 100 and NUMBER.fullmatch(number):
         return Fraction(number.replace(",", ""))
     return text

@@ -961,6 +961,52 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
     assert of(result, "train/ratio_mean")[0] == pytest.approx(1)
 
 
+def test_mechanic_and_schedule_may_be_lambdas_of_a_program(checkpoint, tmp_path, path, monkeypatch):
+    """A mechanic may call the one before. Python gives no whole statement as their source."""
+    shipped = starter.clip_gradient
+    functions = {
+        "clip_gradient": lambda parameters, max_norm: 10 * shipped(parameters, max_norm),
+        "learning_rate_schedule": lambda step, cfg: 1 / step,
+    }
+    norms = []
+    for name in ("", *functions):
+        with monkeypatch.context() as changed:
+            if name:
+                changed.setattr(starter, name, functions[name])
+            result = train(checkpoint, tmp_path, n_train_steps=2)
+        norms.append(of(result, "train/grad_norm")[0])
+    assert of(result, "train/lr") == pytest.approx([1e-3, 5e-4])
+    assert norms == pytest.approx([norms[0], 10 * norms[0], norms[0]])
+
+
+@pytest.mark.parametrize("place, step", [("score", 1), ("ppo_loss", None), ("log_train", 2)])
+def test_error_outside_of_an_update_leaves_a_checkpoint_of_the_last_step(
+    checkpoint, tmp_path, path, monkeypatch, capsys, place, step
+):
+    """Within one the weights may be of no step. Here the second step has the error."""
+    shipped = getattr(starter, place)
+    own_run = starter.Run
+    runs = []
+
+    def make_run(cfg):
+        runs.append(own_run(cfg))
+        return runs[0]
+
+    def fails(*arguments):
+        if runs[0].state["step"] == (step or 1):
+            raise OSError("disk or network")
+        return shipped(*arguments)
+
+    monkeypatch.setattr(starter, "Run", make_run)
+    monkeypatch.setattr(starter, place, fails)
+    with pytest.raises(OSError, match="disk or network"):
+        train(checkpoint, tmp_path)
+    saved = [path.stem for path in tmp_path.glob("*/checkpoint_*.pt")]
+    assert saved == ([f"checkpoint_{step:08d}"] if step else [])
+    said = f"An error ends the run; a checkpoint of step {step} is saved\n"
+    assert (said in capsys.readouterr().out) == bool(step)
+
+
 def test_step_without_a_gradient_keeps_the_bits_of_weights_and_moments(checkpoint, tmp_path):
     """In the last step all rewards are equal. AdamW's moments would move the weights."""
     scored = itertools.count()

@@ -104,7 +104,11 @@ def called_by(name):
     waiting = [name]
     while waiting:
         source = source_of(getattr(starter, waiting.pop()))
-        for node in ast.walk(ast.parse(source)):
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:  # of a lambda, this is the line that holds it
+            continue
+        for node in ast.walk(tree):
             called = getattr(node, "id", None)
             if called == "main":  # whose parameters cfg_with reads
                 continue

@@ -38,6 +38,7 @@ class SecondOpinion:
         self.run = run
         self.first_step = None  # of this process
         self.sampled_in = 0  # the last step whose sampler was compared
+        self.sampled_by = None  # what its responses were sampled with
         self.last_right = 0
 
     def is_due(self, step):
@@ -57,6 +58,7 @@ class SecondOpinion:
         is_training = self.run.state["before"] is not None
         if llm is None and is_training and step != self.sampled_in and self.is_due(step):
             self.sampled_in = step
+            self.sampled_by = policy, llm, *inputs
             fault = self.compared(self.fault_of_sampler, policy, responses, *inputs)
             if fault:
                 self.put_aside(policy, None, step, fault)
@@ -94,9 +96,18 @@ class SecondOpinion:
             fault = self.compared(self.fault_of_statistics, batch, policy, ref_model, cfg)
             if fault:
                 self.put_aside(policy, ref_model, step, fault)
-                return batch
+                return self.sampled_again(batch)
             self.last_right = step
         return rows.with_gradient(batch, policy, ref_model, cfg)
+
+    def sampled_again(self, batch):
+        """Returns the batch with the log-probs that starter.py's own mechanics give to the same
+        responses: they may be rounded otherwise."""
+        again = edits.own("sample")(*self.sampled_by)
+        others = starter.make_batch(again, torch.zeros(len(again)), batch["labels"].device)
+        if torch.equal(others["labels"], batch["labels"]):
+            batch["rollout_log_probs"] = others["rollout_log_probs"]
+        return batch
 
     def fault_of_statistics(self, batch, policy, ref_model, cfg):
         """Computes the longest row and the two with the least likely responses in both ways."""

@@ -17,7 +17,7 @@ from conftest import settings, variety
 
 import starter
 from starter import InputError
-from support import attach, edits, kl_checks, rules
+from support import attach, kl_checks, rules
 
 
 def typed(text, **changes):
@@ -160,7 +160,6 @@ def test_broken_checkpoint_is_refused_in_one_sentence(
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     (tmp_path / "own.py").write_text("raise SystemExit('foreign code ran')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    edits.replace(init_policy=rules.init_policy)
     text = refusal(starter.init_policy, str(tmp_path), "cpu")
     assert f"{str(tmp_path)!r} cannot be loaded" in text
 

@@ -10,7 +10,7 @@ from conftest import make_tokenizer
 
 import starter
 from starter import InputError
-from support import edits, tasks
+from support import tasks
 
 # Countdown and addition
 
@@ -36,7 +36,7 @@ def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
     of_another_seed, _ = starter.TASKS[task](cfg)
     assert (len(train), len(held_out)) == (400, 500) and train != of_another_seed
     for problem in train + held_out:
-        assert tasks.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0
+        assert starter.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0
         assert 1 <= problem["target"] <= 99
         numbers = " ".join(map(str, problem["numbers"]))
         assert problem["prompt"].startswith(prompt.format(numbers, problem["target"]))
@@ -69,7 +69,7 @@ def test_addition_holds_out_problems_that_are_not_trained_on_in_either_order():
     assert not {*map(pair_of, train)} & {*map(pair_of, held_out)}
     for problem in train + held_out:
         assert problem["answer"] == str(sum(pair_of(problem)))
-        assert tasks.score_answer(f"It is {problem['answer']}.", problem) == 1.0
+        assert starter.score_answer(f"It is {problem['answer']}.", problem) == 1.0
 
 
 # Files, and data sets of the Hugging Face hub
@@ -84,16 +84,18 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 ANSWER = {"role": "assistant", "content": "4"}
 
 
-@pytest.mark.parametrize("read", [edits.own("read_problems"), tasks.read_problems])
-def test_prompts_are_texts_or_chats_and_other_keys_stay(read, tmp_path):
+@pytest.mark.parametrize("with_support", [True, False])
+def test_prompts_are_texts_or_chats_and_other_keys_stay(with_support, monkeypatch, tmp_path):
     """As editors and Windows write it, too: a byte order mark and carriage returns."""
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n'
         b'{"prompt": "\xc3\xa9\\ud83d\\ude00", "answer": 0.5, "more": null}\n'
         + json.dumps({"prompt": CHAT, "answer": "4", "question": "?"}).encode()
     )
-    assert read(path) == [
+    assert starter.read_problems(path) == [
         {"prompt": "a", "answer": 12},
         {"prompt": "\u00e9\U0001f600", "answer": 0.5, "more": None},
         {"prompt": CHAT, "answer": "4", "question": "?"},
@@ -115,20 +117,18 @@ MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\
         ({"messages": CHAT, "answer": 5}, CHAT, 5),
     ],
 )  # under the name .json, which is right as long as each line is an object
-def test_columns_of_other_names_are_understood_and_the_first_is_shown(
-    row, prompt, answer, tmp_path, capsys
-):
-    [problem] = tasks.read_problems(write_jsonl(tmp_path / "a.json", [row]))
+def test_columns_of_other_names_are_understood(row, prompt, answer, tmp_path):
+    [problem] = starter.read_problems(write_jsonl(tmp_path / "a.json", [row]))
     assert (problem["prompt"][: len(prompt)], problem["answer"]) == (prompt, answer)
-    assert f"1 problems; the first: [{problem}]" in capsys.readouterr().out
+    assert all(problem[name] == row[name] for name in row if name != "answer")
 
 
 def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,answer\n"a, b",0258\n"c\nd",x\n')
-    problems = tasks.read_problems(tmp_path / "a.csv")
+    problems = starter.read_problems(tmp_path / "a.csv")
     assert problems == [{"prompt": "a, b", "answer": "0258"}, {"prompt": "c\nd", "answer": "x"}]
     (tmp_path / "a.json").write_text(json.dumps(problems, indent=1))
-    assert tasks.read_problems(tmp_path / "a.json") == problems
+    assert starter.read_problems(tmp_path / "a.json") == problems
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
-        tasks.read_problems(path)
+        starter.read_problems(path)
     assert str(error.value).startswith(f"{path}, problem ") and len(str(error.value)) < 400
 
 
 def test_name_of_no_task_and_no_file_gets_the_nearest():
     with pytest.raises(InputError, match="'countdwon' is no task.*use one of \\['countdown'"):
-        tasks.read_problems("countdwon")
+        starter.read_problems("countdwon")
 
 
 def put_datasets(monkeypatch, **behaviour):
@@ -174,7 +174,7 @@ def test_name_of_a_dataset_is_its_configuration_and_split(
     source, configuration, split, monkeypatch
 ):
     load_dataset = put_datasets(monkeypatch, return_value=[GSM8K])
-    assert tasks.read_problems(source)[0]["answer"] == "1,234"
+    assert starter.read_problems(source)[0]["answer"] == "1,234"
     load_dataset.assert_called_once_with("a/b", configuration, split=split)
 
 
@@ -183,7 +183,7 @@ def test_dataset_that_cannot_be_loaded_costs_one_sentence(monkeypatch):
     put_datasets(monkeypatch, side_effect=ConnectionError("Couldn't reach the hub" + "!" * 1000))
     message = r"no file 'a/b.csv', and .* loaded \(ConnectionError: Couldn't reach the hub.*network"
     with pytest.raises(InputError, match=message) as error:
-        tasks.read_problems("a/b.csv")
+        starter.read_problems("a/b.csv")
     assert len(str(error.value)) < 600
 
 
@@ -194,7 +194,7 @@ def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    [problem] = tasks.read_problems("me/sums")
+    [problem] = starter.read_problems("me/sums")
     assert problem["answer"] == "1,234"
 
 
@@ -203,14 +203,33 @@ def test_dataset_is_read_by_the_real_library(tmp_path, monkeypatch):
 
 def test_files_hold_out_a_quarter_or_take_an_eval_file(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "answer": i} for i in range(1000)])
-    cfg = SimpleNamespace(task=str(path), eval_file=None, n_eval_problems=7, model_id="none")
+    cfg = SimpleNamespace(task=str(path), eval_file=None, n_eval_problems=1000, model_id="none")
     train, held_out = starter.problems_of_files(cfg)
     assert len(train) + len(held_out) == 1000 and 200 < len(held_out) < 300
     assert not any(problem in train for problem in held_out)
-    assert starter.load_problems(cfg) == starter.Problems(train, held_out[:7])
+    assert starter.load_problems(cfg) == starter.Problems(train, held_out, [])
     cfg.eval_file = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "x", "answer": 1}])
-    train, held_out = starter.load_problems(cfg)
+    train, held_out, _ = starter.load_problems(cfg)
     assert len(train) == 1000 and held_out == [{"prompt": "x", "answer": 1}]
+
+
+@pytest.mark.parametrize("with_eval_file", [True, False])
+def test_held_out_problems_of_a_file_are_a_fixed_sample_of_all(tmp_path, with_eval_file):
+    """Files may be sorted, such as by difficulty. The sample is the same with each seed."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "answer": i} for i in range(1000)])
+    cfg = SimpleNamespace(task=str(path), eval_file=None, n_eval_problems=1000, model_id="none")
+    cfg.eval_file = path if with_eval_file else None
+    train, all_held_out = starter.problems_of_files(cfg)
+    cfg.n_eval_problems = 50
+    found = []
+    for seed in (0, 1):
+        cfg.seed = seed
+        found.append(starter.load_problems(cfg))
+    assert found[0] == found[1]
+    assert found[0].train == train and len(found[0].held_out) == 50
+    places = sorted(all_held_out.index(problem) for problem in found[0].held_out)
+    assert len({*places}) == 50
+    assert 0.35 < sum(places) / 50 / len(all_held_out) < 0.65
 
 
 def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_out(capsys):

@@ -11,26 +11,37 @@ import pytest
 
 import starter
 from starter import Response
-from support import edits, rewards, tasks
+from support import rewards, tasks
 
 import torch
-from conftest import advantages_by_loops, make_tokenizer, scalars, settings, variety
+from conftest import make_tokenizer, scalars, settings, variety
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies
 
-COUNTDOWN = {"numbers": [3, 5, 7], "target": 22}
+COUNTDOWN = {"numbers": [3, 5, 7], "target": 22, "is_right": tasks.is_countdown_solution}
 TEXT = {"answer": "a b"}
 LAST_NUMBER = {"answer": "68", "last_number": True}
 
 
 def reward_of(text, **problem):
-    return tasks.score_answer(f"<answer>{text}</answer>", problem)
+    return starter.score_answer(f"<answer>{text}</answer>", problem)
 
 
-def test_first_scorer_that_a_problem_asks_for_scores_it():
-    assert reward_of("3*5+7", **COUNTDOWN, last_number=True, answer="7") == 1.0
-    assert reward_of("7", answer="7", numbers=[1, 2]) == 1.0  # not score_countdown's
+def test_problem_may_judge_its_answer_by_itself():
+    """The answer is that in the tags, or the last number of the text."""
+    asked = []
+
+    def is_right(answer, problem):
+        asked.append((answer, problem["answer"]))
+        return len(asked) % 2 == 1
+
+    problem = {"answer": "7", "is_right": is_right}
+    assert [reward_of(text, **problem) for text in (" 8 - 1 ", "7", "")] == [1.0, 0.1, 0.0]
+    problem["last_number"] = True
+    assert [starter.score_answer(text, problem) for text in ("12 or 9.", "no")] == [1.0, 0.0]
+    assert asked == [("8 - 1", "7"), ("7", "7"), ("9", "7"), ("", "7")]
+    assert reward_of("7", answer="7", numbers=[1, 2]) == 1.0  # keys alone make no Countdown
 
 
 def rows_of(table):
@@ -60,7 +71,8 @@ SUMS = """
 @pytest.mark.parametrize("numbers, target, answer, reward", rows_of(SUMS))
 def test_countdown_is_solved_by_exact_arithmetic(numbers, target, answer, reward):
     numbers = [int(number) for number in numbers.split()]
-    assert reward_of(answer, numbers=numbers, target=int(target)) == float(reward)
+    problem = COUNTDOWN | {"numbers": numbers, "target": int(target)}
+    assert reward_of(answer, **problem) == float(reward)
 
 
 # Other answers: numbers, words; and any text
@@ -76,6 +88,8 @@ $5 | 5
 18% | 18
 18 % | 18.0%
 -$5 | -5
+5\u20ac | 5
+$5 | 5 %
 1234567 | 1,234,567
 -1,234,567.89 | \u22121,234,567.890
 Paris. | paris
@@ -119,7 +133,9 @@ $ | 5
 y = 4 | x = 4
 x = 4 | 4
 5 km | 5 m
-$5 | 5 %
+1$5 | 15
+5\u20ac50 | 550
+$5% | 5
 5 cents | 5
 3/2 | 1/2
 7:30 | 6:30
@@ -162,7 +178,7 @@ first 67, no: 68! | 1
 
 @pytest.mark.parametrize("text, reward", rows_of(LAST_NUMBERS))
 def test_last_number_is_the_answer_where_the_problem_says_so(text, reward):
-    assert tasks.score_answer(text, LAST_NUMBER) == float(reward)
+    assert starter.score_answer(text, LAST_NUMBER) == float(reward)
 
 
 TAGS = """
@@ -179,7 +195,7 @@ a b</answer> | 0.0
 
 @pytest.mark.parametrize("text, reward", rows_of(TAGS))
 def test_tags_must_be_there_and_the_last_pair_counts(text, reward):
-    assert tasks.score_answer(text, TEXT) == float(reward)
+    assert starter.score_answer(text, TEXT) == float(reward)
 
 
 PIECES = """<answer> </answer> 3 5 7 90 1,234.5 + - * / ** ( ) [ ] . $ % = x e9 22j a b
@@ -195,9 +211,9 @@ PIECE = strategies.text(max_size=9) | strategies.sampled_from(PIECES.split(" "))
 @hypothesis.example(["22j"], 1)  # a number of another kind
 def test_reward_of_any_text_is_a_number(pieces, times):
     text = "".join(pieces) * times
-    for problem in (COUNTDOWN, TEXT, LAST_NUMBER):
+    for problem in (COUNTDOWN, COUNTDOWN | LAST_NUMBER, TEXT, LAST_NUMBER):
         for whole in (text, f"<answer>{text}</answer>"):
-            assert tasks.score_answer(whole, problem) in (0.0, 0.1, 1.0)
+            assert starter.score_answer(whole, problem) in (0.0, 0.1, 1.0)
 
 
 def score(texts, problems, reward):
@@ -227,16 +243,25 @@ def test_reward_may_be_any_number():
         assert score("x", [{}], lambda text, problem: value)[1].item() == value
 
 
+def test_error_of_a_reward_names_the_response_and_its_problem():
+    def reward(text, problem):
+        return 1 / (text != "v")
+
+    with pytest.raises(ZeroDivisionError) as error:
+        score([*"xyzuv", "w" * 10_000], [{"answer": 1}, {"answer": 0}], reward)
+    [note] = error.value.__notes__
+    assert "for 'v', a response to {'answer': 0}" in note
+    with pytest.raises(TypeError) as error:
+        score(["w" * 10_000], [{"answer": "1" * 10_000}], lambda text, problem: text + 1)
+    assert len(error.value.__notes__[0]) < 1200
+
+
 # Rewards that are awaited, and responses that cannot be scored
 
 
 def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(monkeypatch):
     """Also where a loop runs already, and where some numbers are known at once."""
     monkeypatch.setattr(rewards, "AT_ONCE", 2)
-    edits.wrap(
-        score=rewards.score,
-        compute_group_normalized_advantages=rewards.advantages_of_scored,
-    )
     loops, waiting, most = set(), set(), []
 
     async def judge(text, problem, response):
@@ -257,31 +282,21 @@ def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(mo
     assert max(most) == 2 and len(loops) == 1
 
 
-def test_response_that_is_not_scored_leaves_its_group():
-    edits.wrap(
-        score=rewards.score,
-        compute_group_normalized_advantages=rewards.advantages_of_scored,
-    )
-
-    def advantages(*numbers):
-        return starter.compute_group_normalized_advantages(torch.tensor(numbers), 3, 1e-6, True)
-
-    nan = math.nan
-    found, metadata = advantages(1.0, nan, 0.2, 0.5, 0.5, 0.2, nan, 0.7, nan)
-    two = advantages_by_loops([1.0, 0.2], 2, 1e-6, True)
-    three = advantages_by_loops([0.5, 0.5, 0.2], 3, 1e-6, True)
-    assert found.tolist() == pytest.approx([two[0], 0, two[1], *three, 0, 0, 0], abs=1e-5)
-    assert metadata["unscored_frac"] == pytest.approx(3 / 9)
-    assert metadata["reward_mean"] == pytest.approx((0.6 + 0.4) / 2)
-    # Nothing can be compared: the step is skipped.
-    assert advantages(1.0, nan, nan)[0].isnan().all()
+@pytest.mark.parametrize("with_support", [True, False])
+def test_response_without_a_score_has_a_reward_of_nan(with_support, monkeypatch):
+    """Of such rewards test_starter.py has the advantages."""
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
+    numbers = {"x": None, "y": 0.5, "z": math.nan, "u": 0}
+    _, found = score("xyzu", [{}], lambda text, problem: numbers[text])
+    assert found.tolist() == pytest.approx([math.nan, 0.5, math.nan, 0], nan_ok=True)
 
 
 # Whole runs: a trial of the reward, an evaluation of 10 responses, steps of 16
 
 
-def test_run_without_some_scores_trains_and_evaluates_the_others(checkpoint, tmp_path):
-    """Every fourth response gets none; in step 3 none does."""
+def test_run_without_some_scores_trains_and_evaluates_the_others(checkpoint, tmp_path, capsys):
+    """Every fourth response gets none; in step 3 none does, which teaches nothing."""
     calls = itertools.count()
 
     async def reward(text, problem):
@@ -290,22 +305,38 @@ def test_run_without_some_scores_trains_and_evaluates_the_others(checkpoint, tmp
         return None if in_step_3 or n % 4 == 0 else variety(text, problem)
 
     logged = scalars(starter.main(**settings(checkpoint, tmp_path, reward=reward))["run_folder"])
-    assert logged["train/unscored_frac"] == {1: 0.25, 2: 0.25, 4: 0.25}
-    assert [*map(math.isnan, logged["train/loss"].values())] == [False, False, True, False]
-    assert logged["train/grad_norm"][4] > 0 and math.isfinite(logged["eval/reward_mean"][4])
+    assert logged["train/unscored_frac"] == {1: 0.25, 2: 0.25, 3: 1.0, 4: 0.25}
+    rewards_of_steps = logged["train/reward_mean"].values()
+    assert [*map(math.isnan, rewards_of_steps)] == [False, False, True, False]
+    norms = logged["train/grad_norm"]
+    assert norms[3] == logged["train/loss"][3] == 0 < min(norms[1], norms[2], norms[4])
+    assert math.isfinite(logged["eval/reward_mean"][4])
+    printed = capsys.readouterr().out
+    assert "is skipped" not in printed and "gradient is 0" not in printed
 
 
-def test_run_that_the_reward_ends_goes_on_from_the_step_before(checkpoint, tmp_path, capsys):
-    calls = itertools.count()
+@pytest.mark.parametrize("with_support", [True, False])
+def test_run_that_the_reward_ends_goes_on_from_the_step_before(
+    checkpoint, tmp_path, capsys, monkeypatch, with_support
+):
+    """With support/ the reward is async, and is tried before the run."""
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
+    calls = itertools.count(0 if with_support else 1)
 
-    async def reward(text, problem):
+    def number(text, problem):
         if next(calls) == 11 + 32 + 5:
             raise OSError("no judge")
         return variety(text, problem)
 
+    async def awaited(text, problem):
+        return number(text, problem)
+
+    reward = awaited if with_support else number
     given = settings(checkpoint, tmp_path / "a", reward=reward)
     with pytest.raises(OSError, match="no judge"):
         starter.main(**given)
+    assert "An error ends the run; a checkpoint of step 2 is saved\n" in capsys.readouterr().out
     resumed = starter.main(**given, resume=True)
     assert "after step 2\n" in capsys.readouterr().out
     assert resumed["after"] == starter.main(**settings(checkpoint, tmp_path / "b"))["after"]

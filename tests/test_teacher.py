@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import starter
 from starter import InputError
-from support import memory, tasks
+from support import memory
 
 V = 4  # tokens of the enumeration
 PROMPT = [1, 2, 3]
@@ -100,7 +100,6 @@ def test_run_without_a_reward_follows_its_teacher_and_names_it(
     """The task's own reward is called in evaluations alone."""
     scored = []
     monkeypatch.setattr(starter, "score_answer", lambda text, problem: scored.append(text) or 1.0)
-    monkeypatch.setattr(tasks, "score_answer", starter.score_answer)
     result = run(checkpoint, tmp_path, teacher, n_train_steps=8)
     assert result["after"]["solved"] == 1.0
     assert len(scored) == 1 + 2 * 10  # of an empty response, and of 10 problems before and after

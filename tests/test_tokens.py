@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import starter
-from support import edits, rules, tasks, tokens
+from support import tasks
 
 from conftest import make_tokenizer, settings, small_sums
 from tokenizers.processors import TemplateProcessing
@@ -91,12 +91,12 @@ def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, change):
 def test_eos_that_a_tokenizer_puts_after_each_text_is_not_in_the_prompt():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    expected = tokens.ids_of_prompt("1", tokenizer, False)
+    expected = starter.ids_of_prompt("1", tokenizer, False)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
     )
     assert tokenizer("1")["input_ids"] == [*expected, tokenizer.eos_token_id]
-    assert tokens.ids_of_prompt("1", tokenizer, False) == expected
+    assert starter.ids_of_prompt("1", tokenizer, False) == expected
 
 
 # Rules of published chat templates: Gemma 2 and Mistral, Phi-3, Llama 3
@@ -137,7 +137,6 @@ def test_chat_that_the_template_does_not_take_is_refused(tmp_path, template, wor
 
 def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp_path):
     """And is saved as it is."""
-    edits.replace(init_policy=rules.init_policy)
     model, _ = changed_model(tmp_path, with_template(DATED))
     _, tokenizer = starter.init_policy(model, "cpu")
     ids = starter.ids_of_prompt("add 1 2", tokenizer, False)

@@ -1,0 +1,89 @@
+"""How far do support/'s mechanics and starter.py's own ones differ where both are right?
+
+    python -m lab.opinion      writes lab/results/opinion.csv, in a quarter of an hour
+
+Asked of every architecture of lab/architectures.py that support/fast.py fits: by rounding alone, in
+the way of support/opinion.py, in three precisions. Its LIMITS must lie above the largest of these.
+"""
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import starter  # before torch, for which it sets variables
+
+import torch
+
+from lab import architectures
+from lab.rows import write_csv
+from lab.small_models import ROWS
+from support import edits, opinion
+
+SECONDS = 180  # that an architecture may take
+
+
+def largest(compared, differences):
+    """Calls a comparison of support/opinion.py, and returns its largest difference."""
+    found = []
+
+    def first_fault(pairs, limit):
+        for name, pair in pairs.items():
+            found.append(opinion.difference_of(name, *pair))
+
+    with mock.patch.object(opinion, "first_fault", first_fault):
+        compared(*differences)
+    return max(found, default=0.0)
+
+
+def examine(name):
+    """Returns {column: largest difference}, or {} where support/fast.py does not fit."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            case = architectures.make_case(name, Path(folder))
+            architectures.attach_fast(case)
+        except Exception:  # lab/architectures.py says why
+            return {}
+        if "token_statistics" not in edits.replaced_names():
+            return {}
+        ref_model, _ = starter.init_policy(Path(folder) / "start", "cpu")
+        ref_model.requires_grad_(False)
+        for parameter in ref_model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape)
+        differences = {}
+        for precision in ("float32", "bf16", "fp16"):
+            cfg = starter.cfg_with(**{**vars(architectures.CFG), "precision": precision})
+            run = SimpleNamespace(cfg=cfg, state={})
+            compared = opinion.SecondOpinion(run)
+            inputs = case.prompts, cfg, 0, 4, 1.0
+            responses = starter.rollout_with_transformers(case.policy, *inputs)
+            differences[f"sampler, {precision}"] = largest(
+                compared.fault_of_sampler, (case.policy, responses, *inputs)
+            )
+            batch = starter.make_batch(responses, torch.linspace(-1, 1, len(responses)), "cpu")
+            batch["weights"] = starter.weights_of_tokens(batch, cfg)
+            of_step = batch, case.policy, ref_model, cfg
+            differences[f"step, {precision}"] = largest(compared.fault_of_statistics, of_step)
+        return differences
+
+
+def row_of(name):
+    """Returns the row of an architecture, measured in a process that is ended after SECONDS."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            differences = pool.apply_async(examine, (name,)).get(SECONDS)
+        except multiprocessing.TimeoutError:
+            return {}
+    return {name: f"{difference:.1e}" for name, difference in differences.items()}
+
+
+if __name__ == "__main__":
+    rows = []
+    for name in sorted(ROWS):
+        row = row_of(name)
+        if row:
+            rows.append({"name": name, **row})
+            print(*rows[-1].values(), sep=" | ", flush=True)
+    write_csv("opinion", rows)
