@@ -149,7 +149,7 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
         optimizer.zero_grad()
 
     def optimise():
-        starter.clip_gradient(policy, cfg.max_grad_norm)
+        starter.clip_gradient([*policy.parameters()], cfg.max_grad_norm)
         optimizer.step()
 
     def layers():

@@ -74,7 +74,7 @@ def divide(policy, ref_model, cfg):
         add_up_gradients=add_up_gradients,
         clip_gradient=clip_gradient,
         weights_by_name=functools.partial(whole_weights, own_weights),
-        checkpoint_of=checkpoints.checkpoint_of,
+        checkpoint_of=checkpoint_of,
         load_checkpoint=checkpoints.load_checkpoint,
     )
     print(f"{WORLD} processes divide the weights and the work, without support/fast.py")
@@ -151,6 +151,15 @@ def add_up_gradients(policy, microbatches, *others):
 def clip_gradient(parameters, max_norm):
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return getattr(norm, "full_tensor", lambda: norm)().item()
+
+
+def checkpoint_of(policy, optimizer):
+    """Like that of checkpoints.py. To an error of one process the others do not come, so that there
+    is no whole checkpoint of it: the error goes on."""
+    error = sys.exception()
+    if error is not None:
+        raise error
+    return checkpoints.checkpoint_of(policy, optimizer)
 
 
 def whole_weights(weights_by_name, policy):

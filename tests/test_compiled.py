@@ -20,9 +20,13 @@ def gradients(policy, batch, precision):
 
 
 @pytest.mark.parametrize("precision, error", [("bf16", 5e-3), ("fp16", 6e-4)])
-def test_rounding_head_is_the_float32_head_of_rounded_inputs(checkpoint, precision, error):
+def test_rounding_head_is_the_float32_head_of_rounded_inputs(
+    checkpoint, precision, error, monkeypatch
+):
     """As vLLM's is."""
-    engines.attach()
+    monkeypatch.setattr(engines, "ROUNDS", set())
+    assert type(starter.init_policy(checkpoint, "cpu")[0].lm_head) is starter.Float32Head
+    engines.attach(starter.cfg_with(engine="transformers"))
     head = starter.init_policy(checkpoint, "cpu")[0].get_output_embeddings()
     torch.manual_seed(0)
     inputs = torch.randn(14, 64, requires_grad=True), head.weight
@@ -40,7 +44,8 @@ def test_rounding_head_is_the_float32_head_of_rounded_inputs(checkpoint, precisi
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_update_is_as_near_to_float32_as_the_plain_one(checkpoint):
+def test_compiled_update_is_as_near_to_float32_as_the_plain_one(checkpoint, monkeypatch):
+    monkeypatch.setattr(fast, "COMPILED", set())
     policy, _ = starter.init_policy(checkpoint, "cpu")
     batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
     exact, plain = (gradients(policy, batch, precision) for precision in ("float32", "bf16"))

@@ -21,12 +21,13 @@ from support import engines, lora
 def end_of_engine():
     """An engine that ends while another is at work would end the groups of processes of both."""
     yield
+    engines.ROUNDS.clear()
     gc.collect()
 
 
 def start(checkpoint):
     """Returns a policy, its tokenizer and an engine, as main() makes them."""
-    engines.attach()
+    engines.attach(starter.cfg_with(engine="vllm"))
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
     engines.give_text_model(policy, tokenizer, checkpoint)
     return policy, tokenizer, starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")

@@ -154,6 +154,10 @@ def of_other_rows(next_logits):
     return lambda tokens: next_logits(tokens).roll(1, dims=0)
 
 
+def mistaken(hidden):
+    return hidden.no_such_attribute
+
+
 @pytest.mark.parametrize(
     "name, function, change, reason",
     [
@@ -161,6 +165,7 @@ def of_other_rows(next_logits):
         ("gpt_neo", None, None, "its log_probs differs"),  # whose windows lie in its own code
         ("qwen3", "hidden_states", steeper, "its gradient differs by 1.0%"),
         ("qwen3", "start_decoding", of_other_rows, "decodes otherwise than it reads"),
+        ("qwen3", "hidden_states", mistaken, "has no attribute 'no_such_attribute'"),
     ],
 )
 def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
@@ -176,6 +181,57 @@ def test_model_that_does_not_fit_keeps_the_plain_functions_with_one_line(
     assert reason in line
     assert model.config._attn_implementation != "starter"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_mistake_of_support_is_not_put_down_to_the_model(monkeypatch, capsys):
+    """But an error of the model's own code is, also where support/ called it."""
+    monkeypatch.setattr(fast, "prompts_apart", lambda ids: ids)
+    assert attach(model_named("qwen3")) == set()
+    assert "has a fault, which is none of Qwen3ForCausalLM: TypeError" in capsys.readouterr().out
+    monkeypatch.undo()
+    model = model_named("qwen3")
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.missing)
+    with pytest.raises(AttributeError):
+        model(torch.tensor([[5]]))
+    monkeypatch.setattr(fast, "outputs_of", lambda *_: model.model(torch.tensor([[5]])))
+    assert attach(model) == set()
+    printed = capsys.readouterr().out
+    assert "does not fit Qwen3ForCausalLM: 'Tensor' object has no attribute 'missing'" in printed
+
+
+def read_other_ids(module, how):
+    """Has a module read other ids than it is given."""
+
+    def changed(named):
+        return {**named, "input_ids": (named["input_ids"] + 1) % 61}
+
+    forward = module.forward
+    if how == "hook":
+        change = lambda module, arguments, named: (arguments, changed(named))  # noqa: E731
+        module.register_forward_pre_hook(change, with_kwargs=True)
+    else:
+        module.forward = lambda **named: forward(**changed(named))
+
+
+@pytest.mark.parametrize("of_model", ["policy", "reference"])
+@pytest.mark.parametrize("where", ["whole", "base"])
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_model_with_hooks_or_a_forward_of_its_own_runs_as_it_is(of_model, where, how, capsys):
+    """Also where it gets them after the start of the run."""
+    policy = model_named("qwen3")
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    reference.lm_head.weight *= 1.1
+    rows = make_rows()
+    before = outputs(policy, rows, reference)
+    model = policy if of_model == "policy" else reference
+    read_other_ids(model.model if where == "base" else model, how)
+    expected = outputs(policy, rows, reference)
+    assert (expected["kl_per_token"] - before["kl_per_token"]).abs().max() > 0.01
+    edits.replace(token_statistics=fast.token_statistics)
+    assert_equal_outputs(outputs(policy, rows, reference), expected)
+    edits.restore()
+    assert attach(model) == set()
+    assert "it has a forward() of its own, or hooks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 300])

@@ -65,10 +65,13 @@ def test_engine_that_does_not_start_says_how_to_go_on(llm):
         engines.init_vllm("model", 0, 128, 0.2, "fp16")
 
 
-def test_rollout_refuses_an_engine_that_keeps_its_prefix_cache(llm):
+def test_rollout_refuses_an_engine_that_keeps_its_prefix_cache_or_would_cut_responses(llm):
     llm.reset_prefix_cache.return_value = False
-    with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
-        starter.rollout_with_vllm(llm, [[1]], starter.cfg_with(stop_token_ids=[2]), 0, 1, 1.0)
+    llm.llm_engine.model_config.max_model_len = 5
+    for max_new_tokens, words in ((3, "kept its prefix cache"), (4, "started for 5 tokens .* 6 ")):
+        cfg = starter.cfg_with(stop_token_ids=[2], max_new_tokens=max_new_tokens)
+        with pytest.raises(starter.RunStopped, match=words):
+            starter.rollout_with_vllm(llm, [[1, 2], [1]], cfg, 0, 1, 1.0)
 
 
 @needs_vllm
@@ -89,12 +92,11 @@ def test_every_tensor_of_a_step_is_on_the_policys_device():
     responses = [starter.Response([1, 2], [3] * n, [-1.0] * n, True) for n in (1, 4)]
     batch = starter.make_batch(responses, torch.ones(2), policy.device)
     assert {tensor.device.type for tensor in batch.values()} == {"meta"}
-    ids = torch.ones(2, 2, dtype=torch.long, device="meta")
-    cache = None
+    next_logits = starter.start_decoding(policy, [[1, 2], [3], [4, 5]])
+    tokens = None
     for _ in range(3):
-        logits, cache = starter.next_logits(policy, ids, cache)
-        tokens, log_probs = starter.draw_tokens(logits, torch.zeros(2, 1, device="meta"), 1.0)
-        ids = torch.cat([ids, tokens], dim=1)
+        logits = next_logits(tokens)
+        tokens, log_probs = starter.draw_tokens(logits, torch.zeros(3, 1, device="meta"), 1.0)
         assert log_probs.device.type == "meta"
 
 

@@ -2,6 +2,7 @@
 happens after steps that are skipped."""
 
 import itertools
+import json
 import math
 import os
 import signal
@@ -12,11 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import scalars, settings, variety
+from conftest import make_responses, make_tokenizer, scalars, settings, variety
 
 import starter
 from starter import InputError, RunStopped
-from support import guards
+from support import guards, resumed, steps
 
 
 WITH_KL = dict(precision="bf16", use_kl_penalty=True, n_train_steps=3, eval_every=2)
@@ -89,7 +90,9 @@ FINE = {
     "sampler_logprob_diff": 0.0,
     "time/total": 0.1,
 }
-SAMPLES = ([{"prompt": "p"}], ["t0", "t1"], torch.tensor([0.1, math.nan]), None)
+PROBLEMS = [{"prompt": "p", "prompt_ids": [5]}]
+TEXTS = ["t0", "t1"]
+STEP_DATA = PROBLEMS, make_responses([3, 2]), TEXTS, torch.tensor([0.1, math.nan]), []
 
 
 @pytest.fixture
@@ -97,9 +100,14 @@ def watch(tmp_path):
     """Starts guards of a run that stands still, and ends them with the test."""
 
     def start():
-        cfg = starter.cfg_with(n_train_steps=9, rollout_batch_size=2)
+        cfg = starter.cfg_with(
+            n_train_steps=9, rollout_batch_size=2, group_size=2, max_new_tokens=4
+        )
         state = {"step": 3, "before": {}, "scaler": {}}
-        return guards.Guards(mock.Mock(cfg=cfg, folder=tmp_path, state=state, stop=0))
+        run = mock.Mock(cfg=cfg, folder=tmp_path, state=state, writes_files=True)
+        policy = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(policy.parameters())
+        return guards.Guards(run, policy, None, make_tokenizer(), optimizer)
 
     yield start
     guards.close()
@@ -157,7 +165,7 @@ def test_curves_of_a_step_are_those_by_hand(watched):
 
 
 def test_run_has_the_same_bits_with_and_without_guards(watched, checkpoint, tmp_path):
-    with mock.patch.object(guards, "Guards", lambda run: None):
+    with mock.patch.object(guards, "Guards", lambda *_: None):
         result = starter.main(**settings(checkpoint, tmp_path, **WITH_KL))
     logged, alone = scalars(watched), scalars(result["run_folder"])
     for tag in ("train/loss", "train/grad_norm", "train/kl_k1", "eval/reward_mean"):
@@ -182,7 +190,7 @@ def test_run_has_the_same_bits_with_and_without_guards(watched, checkpoint, tmp_
 )
 def test_sign_of_trouble_in_a_step_is_named_and_no_other(sign, step, metric, value):
     cfg = starter.cfg_with(stop_token_ids=[7], precision="bf16", engine="transformers")
-    inputs = step, {**FINE, metric: value}, SAMPLES, {"n_equal": 0}, cfg
+    inputs = step, {**FINE, metric: value}, PROBLEMS, TEXTS, {"n_equal": 0}, cfg
     assert " ".join(dict(guards.step_signs(*inputs))) == sign
     cfg.engine = "vllm"  # which rounds otherwise
     assert "sampler" not in dict(guards.step_signs(*inputs))
@@ -203,8 +211,8 @@ def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text,
     equal = {**FINE, "grad_norm": 0.0, "frac_zero_std": 1.0}
     for metrics in [equal, FINE, *[equal] * n_equal]:  # the first one does not count
         guards.update_state(metrics, state)
-    samples = [{key: True}], ["4", text], None, None
-    signs = guards.step_signs(9, equal, samples, state, starter.cfg_with(reward=reward))
+    samples = [{key: True}], ["4", text]
+    signs = guards.step_signs(9, equal, *samples, state, starter.cfg_with(reward=reward))
     assert " ".join(dict(signs)) == sign
 
 
@@ -230,12 +238,79 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
     assert capsys.readouterr().out.count("Warning: it drifts") == 1
 
 
+# What fails while it looks on
+
+
+def looked(looking, step):
+    """What train() asks for in a step that is evaluated. Returns whether the run is to end."""
+    wants_end = looking.after_step(step, FINE, *STEP_DATA)
+    looking.after_evaluation(step, {"solved": 0.5}, [({"prompt": "p"}, "t0", 0.1)])
+    return wants_end
+
+
+@pytest.mark.parametrize(
+    "owner, name, what",
+    [
+        (steps.Page, "after_step", "steps.html"),
+        (resumed, "keep", "state"),
+        (guards.Guards, "log_step", "the log of more numbers"),
+        (guards, "step_signs", "the warnings of steps"),
+        (guards.Guards, "log_evaluation", "the log of evaluations"),
+        (guards, "evaluation_signs", "the warnings of evaluations"),
+    ],
+)
+def test_what_fails_while_it_looks_on_ends_alone_with_one_line(
+    watch, monkeypatch, capsys, owner, name, what
+):
+    looking = watch()
+    assert not looked(looking, 1) and "ends here" not in capsys.readouterr().out
+    failing = mock.Mock(side_effect=ZeroDivisionError("x"))
+    monkeypatch.setattr(owner, name, failing)
+    looking.run.log.reset_mock()
+    assert not looked(looking, 4) and not looked(looking, 9)
+    failing.assert_called_once()
+    [line] = [x for x in capsys.readouterr().out.splitlines() if "ends here" in x]
+    assert line.startswith(f"{what} ends here: ZeroDivisionError('x') (mock.py, line ")
+    assert looking.run.log.call_count == (2 if "log" in what else 4)
+    shown = [json.loads(step)["step"] for step in looking.run.state["steps_shown"]]
+    assert shown == ([1] if name == "after_step" else [1, 4, 9])
+
+
+# What no checkpoint holds
+
+
+@pytest.mark.parametrize("changed", ["", "reference", "parameters"])
+def test_what_no_checkpoint_holds_is_said(changed, capsys):
+    """A reference that moves between two parts of a run, and what the optimiser has beside the
+    policy."""
+    torch.manual_seed(0)
+    policy, reference, other = (torch.nn.Linear(3, 200) for _ in range(3))
+    optimizer = torch.optim.SGD([*policy.parameters()])
+    if changed == "parameters":
+        optimizer.add_param_group({"params": [*other.parameters()]})
+    run = mock.Mock(state={"step": 1})
+    resumed.say_what_is_new(run, policy, reference, optimizer)
+    resumed.keep(run, reference)
+    first = capsys.readouterr().out
+    if changed == "reference":
+        reference.weight.data[0, 0] += 0.1
+    resumed.say_what_is_new(run, policy, reference, optimizer)
+    again = capsys.readouterr().out
+    for printed in (first, again):
+        assert ("2 of the optimiser's parameters are none of the policy's" in printed) == (
+            changed == "parameters"
+        )
+    assert ("the reference is another one than before" in again) == (changed == "reference")
+    assert "another one" not in first
+    starter.check_can_be_saved(run.state)
+
+
 # Steps that are skipped
 
 
 def test_several_skipped_steps_in_a_row_stop_the_run(watch):
     looking = watch()
     for step in range(1, 10):
-        looking(step, {**FINE, "loss": math.inf if step != 5 else 0.1}, SAMPLES)
+        looking.after_step(step, {**FINE, "loss": math.inf if step != 5 else 0.1}, *STEP_DATA)
     with pytest.raises(RunStopped, match="5 steps in a row"):
-        looking(10, {**FINE, "grad_norm": math.inf}, SAMPLES)
+        looking.after_step(10, {**FINE, "grad_norm": math.inf}, *STEP_DATA)

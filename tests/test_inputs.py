@@ -2,6 +2,7 @@
 anything is written; what changes nothing, or is often a mistake, is said."""
 
 import ast
+import dataclasses
 import json
 import re
 import shutil
@@ -144,17 +145,21 @@ def test_hub_that_cannot_be_reached_is_named_and_its_cache_used(name, monkeypatc
 OWN_CODE = b'"own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}'
 
 
+@pytest.mark.parametrize("with_support", [True, False])
 @pytest.mark.parametrize(
     "name, old, new",
     [
         ("model.safetensors", b"{", b"garbage"),
+        ("model.safetensors", b"layers.1.mlp.up", b"layers.1.mlp.xx"),
         ("config.json", b'size": 64', b'size": 32'),
         ("config.json", b'"qwen3"', OWN_CODE),  # which is neither run nor asked for
     ],
 )
 def test_broken_checkpoint_is_refused_in_one_sentence(
-    checkpoint, tmp_path, monkeypatch, name, old, new
+    checkpoint, tmp_path, monkeypatch, name, old, new, with_support
 ):
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     path = tmp_path / name
     path.write_bytes(path.read_bytes().replace(old, new, 1))
@@ -162,6 +167,7 @@ def test_broken_checkpoint_is_refused_in_one_sentence(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     text = refusal(starter.init_policy, str(tmp_path), "cpu")
     assert f"{str(tmp_path)!r} cannot be loaded" in text
+    assert ("holds no weights for ['model.layers.1.mlp.up" in text) == (b"up" in old)
 
 
 def loaded(checkpoint, text=""):
@@ -189,6 +195,16 @@ def test_model_or_reward_that_does_not_fit_its_problems_is_refused(checkpoint, s
     rules.check_model(**vars(x))
     spoil(x)
     assert words in refusal(rules.check_model, *vars(x).values())
+
+
+def test_number_of_problems_of_a_file_and_the_first_are_shown(checkpoint, capsys):
+    x = loaded(checkpoint, "--task sums.jsonl")
+    rules.check_model(**vars(x))
+    line = "sums.jsonl: 100 problems; the first: {'prompt': 'add 0', 'answer': 0}\n"
+    assert line in capsys.readouterr().out
+    x.cfg.task = "countdown_small"
+    rules.check_model(**vars(x))
+    assert "the first" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -268,6 +284,7 @@ def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, is_cut
     assert [x.stem for x in tmp_path.glob("*.damaged")] == [path.stem]
 
 
+@dataclasses.dataclass  # which has no hash
 class Constant:
     def __call__(self, text, problem):
         return 0.5

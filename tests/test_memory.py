@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -91,12 +92,17 @@ CPU = "DefaultCPUAllocator: can't allocate memory"
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device on which microbatches of more than n_tokens fail after some gradients were added."""
-    device = SimpleNamespace(n_tokens=math.inf, messages=itertools.cycle([CUDA, CPU]))
+    """A device on which microbatches of more than n_tokens fail after some gradients were added:
+    those of the policy, and of a parameter of the optimiser's beside them."""
+    beside = torch.nn.Parameter(torch.ones(()))
+    device = SimpleNamespace(
+        n_tokens=math.inf, messages=itertools.cycle([CUDA, CPU]), beside=beside
+    )
     real = starter.grpo_microbatch_step
 
     def step(policy, rows, *others):
         result = real(policy, rows, *others)
+        (beside * rows["weights"].sum()).backward()
         if rows["labels"].numel() > device.n_tokens:
             raise RuntimeError(next(device.messages))
         return result
@@ -105,28 +111,39 @@ def device(monkeypatch):
     return device
 
 
-def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device):
-    """In the first of two epochs memory runs out at the second of three microbatches, and again at
-    its repetition; in the second epoch there is less."""
+def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device, capsys):
+    """In the first of two epochs memory runs out at the second of three microbatches, and again
+    when the step is repeated; in the second epoch there is less."""
     batch = make_step(make_responses((9, 9, 9, 9, 4, 6, 7, 2, 8, 3), prompt_lengths=(3, 3, 9)))
     found = []
     for limits in ((math.inf, math.inf), (40, 20)):
         policy, _ = starter.init_policy(checkpoint, "cpu")
+        optimizer = torch.optim.SGD([*policy.parameters(), device.beside], 0.1)
         cfg = starter.cfg_with(precision="float32", max_tokens_per_microbatch=1000)
+        run = SimpleNamespace(cfg=cfg, state={})
         edits.restore()
-        memory.attach(SimpleNamespace(cfg=cfg, state={}))
-        microbatches = [starter.keep_rows(batch, slice(i, i + 4)) for i in (8, 0, 4)]
+        memory.attach(run)
+        memory.resume(run, optimizer)
+        whole = [starter.keep_rows(batch, slice(*ends)) for ends in ((8, 9), (0, 8), (9, 10))]
+        microbatches = [dict(rows) for rows in whole]
         results = []
         for device.n_tokens in limits:
-            for rows in microbatches:
-                loss, means = starter.grpo_microbatch_step(policy, rows, cfg)
-                results += [loss, *means.values(), rows["old_log_probs"]]
+            sums = starter.add_up_gradients(policy, microbatches, cfg)
+            results += [torch.tensor([*sums.values()]), device.beside.grad.clone()]
+            results += [torch.cat([rows["old_log_probs"] for rows in microbatches])]
             results += [p.grad for p in policy.parameters()]
-            torch.optim.SGD(policy.parameters(), 0.1).step()
-            policy.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            device.beside.fill_(1.0)
         found.append(results)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
-    assert cfg.max_tokens_per_microbatch <= 20
+    n_columns = batch["labels"].shape[1]
+    printed = re.findall(r"out of memory: microbatches of (\d+) tokens", capsys.readouterr().out)
+    assert [int(n) / n_columns for n in printed] == [4, 2, 1]
+    assert cfg.max_tokens_per_microbatch == run.state["max_tokens"] == n_columns
+    assert [len(rows["labels"]) for rows in microbatches] == [1] * 10
+    assert microbatches[0].keys() == whole[0].keys() | {"old_log_probs"}
 
 
 def test_smaller_microbatches_stay_until_a_single_response_is_too_large(

@@ -59,7 +59,7 @@ with NoFloat64():
 """
 AS_ON_A_MAC = {
     'probs.device.type != "mps"': 'probs.device.type != "cpu"',
-    "dtype=torch.float64)  # on the CPU": ")",  # rewards, which never are on the device
+    "torch.tensor(values, dtype=torch.float64)": "torch.tensor(values)",  # rewards, on the CPU
 }
 
 

@@ -33,7 +33,7 @@ def test_measured_kl_is_that_of_the_logits_of_both_models(checkpoint, has_refere
     responses = make_responses([3, 2])
     cfg = starter.cfg_with(**settings(checkpoint, "", temperature=0.7, max_tokens_per_microbatch=5))
     reference = start if has_reference else None
-    measured = report.measure_kl(policy, reference, responses, cfg, "float32")
+    measured = report.measure_kl(policy, reference, responses, cfg)
     expected = []
     for prompt_ids, ids, *_ in responses:
         log_probs = []

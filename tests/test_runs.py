@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,8 +24,7 @@ from lab.crash_test import noisy_variety, outcome
 from safetensors.torch import load_file
 
 import starter
-from support import checkpoints
-from support import guards
+from support import checkpoints, edits, guards
 
 slow = pytest.mark.slow
 both = pytest.mark.parametrize("kind", ["alone", pytest.param("support", marks=slow)])
@@ -168,6 +168,36 @@ def test_run_of_no_steps_evaluates_the_model_as_it_is(checkpoint, tmp_path, caps
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+# An error, such as one of a reward
+
+
+@both
+def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits(
+    checkpoint, tmp_path, undisturbed, capsys, kind
+):
+    """But none of an update that was begun, which would be of no step."""
+
+    def fail():
+        raise ZeroDivisionError
+
+    given = full_settings(checkpoint, tmp_path, save_every=0)
+    for owner, name, number, is_saved in (
+        (starter, "problems_of_step", 1, False),  # of step 1: there is nothing to save
+        (torch.optim.AdamW, "step", 6, False),  # of step 3, its second epoch
+        (starter, "compute_group_normalized_advantages", 6, True),
+    ):
+        with at_call(owner, name, number, fail), pytest.raises(ZeroDivisionError):
+            run(kind, **given)
+        saved = "An error ends the run; a checkpoint of step 5 is saved" in capsys.readouterr().out
+        assert saved == is_saved
+        assert len([*tmp_path.glob("runs/*/*.pt")]) == is_saved
+        if not is_saved:
+            shutil.rmtree(tmp_path / "runs")
+    resume(kind, checkpoint, tmp_path, save_every=0)
+    assert "after step 5\n" in capsys.readouterr().out
+    assert outcome(tmp_path) == undisturbed(kind)
+
+
 # What resume finds
 
 
@@ -221,15 +251,15 @@ def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
 def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path):
     """The loss of the first epoch of step 2 is finite, one gradient is not."""
     weights = []
-    real = starter.clip_gradient
+    real = edits.own("clip_gradient")
 
-    def spoil(policy, max_norm):
-        weights.append(torch.nn.utils.parameters_to_vector(policy.parameters()).detach())
+    def spoil(parameters, max_norm):
+        weights.append(torch.nn.utils.parameters_to_vector(parameters).detach())
         if len(weights) == 3:
-            policy.model.norm.weight.grad[0] = math.inf
-        return real(policy, max_norm)
+            parameters[-1].grad.view(-1)[0] = math.inf
+        return real(parameters, max_norm)
 
-    with mock.patch.object(starter, "clip_gradient", spoil):
+    with mock.patch.dict(starter.MECHANICS, clip_gradient=spoil):
         result = run("alone", **full_settings(checkpoint, tmp_path, n_train_steps=3))
     assert len(weights) == 2 + 1 + 2  # the second epoch of step 2 is left out
     assert list(map(torch.equal, weights, weights[1:])) == [False, False, True, False]
@@ -244,23 +274,56 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
     """Step n samples with the weights after step n - 1; what is logged at n has those after n."""
     order = []
 
-    def look(step, metrics, samples):
-        order.append(step)
-        texts = samples[1]
-        if "solved" in metrics:
-            _, texts, _ = zip(*samples)
-        assert len(texts) == (10 if "solved" in metrics else 16)
-        mean = sum(variety(text, None) for text in texts) / len(texts)
+    def check_mean(metrics, texts, n):
+        assert len(texts) == n
+        mean = sum(variety(text, None) for text in texts) / n
         assert metrics["reward_mean"] == pytest.approx(mean)
+
+    class Watch:
+        def __init__(self, *of_run):
+            self.report = mock.Mock()
+
+        def after_step(self, step, metrics, asked, responses, texts, rewards, microbatches):
+            order.append(step)
+            check_mean(metrics, texts, 16)
+            assert rewards.tolist() == [variety(text, None) for text in texts]
+            assert [r.prompt_ids for r in responses[::4]] == [x["prompt_ids"] for x in asked]
+            assert sum(len(rows["labels"]) for rows in microbatches) == 16
+            return False
+
+        def after_evaluation(self, step, metrics, samples):
+            order.append(step)
+            check_mean(metrics, [text for _, text, _ in samples], 10)
 
     with (
         at_call(starter, "rollout", None, lambda: order.append("sample")),
         at_call(torch.optim.AdamW, "step", None, lambda: order.append("update")),
-        mock.patch.object(guards, "Guards", return_value=mock.Mock(side_effect=look)),
+        mock.patch.object(guards, "Guards", Watch),
     ):
         run("support", **settings(checkpoint, tmp_path, eval_every=2, n_train_steps=3))
     step = ["sample", "update"]
     assert order == ["sample", 0, *step, 1, *step, 2, "sample", 2, *step, 3, "sample", 3]
+
+
+@pytest.mark.parametrize("name", ["after_step", "after_evaluation"])
+def test_run_may_be_stopped_by_what_looks_on_and_by_an_edit(checkpoint, tmp_path, capsys, name):
+    """By what after_step returns, or by run.stop, after the step that is then evaluated and saved."""
+    looking = mock.Mock()
+    looking.after_step.return_value = False
+
+    def watch(run, *others):
+        def stop(step, *others):
+            run.stop = run.stop or step == 2
+            return False
+
+        getattr(looking, name).side_effect = stop
+        return looking
+
+    with mock.patch.object(guards, "Guards", watch):
+        run("support", **full_settings(checkpoint, tmp_path, save_every=0, eval_every=2))
+    printed = capsys.readouterr().out
+    assert steps_in(printed) == [1, 2] and steps_in(printed, "Eval at step") == [0, 2]
+    assert [path.name for path in tmp_path.glob("runs/*/*.pt")] == ["checkpoint_00000002.pt"]
 
 
 @slow
@@ -276,6 +339,6 @@ def test_checkpoint_before_the_first_update_holds_no_moments():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     saved = checkpoints.checkpoint_of(model, optimizer)
-    assert not saved["optimizer"] and not optimizer.state
+    assert not saved["optimizer"]["state"] and not optimizer.state
     checkpoints.load_checkpoint(model, optimizer, saved)
     assert not optimizer.state

@@ -1,39 +1,59 @@
 """What a model forgets of other skills than the task."""
 
 import json
-from unittest import mock
+import shutil
+
+import pytest
 
 import starter
-from support import skills
 
-from conftest import make_tokenizer
+from conftest import make_tokenizer, settings
+
+ROWS = [
+    {"skill": "sort", "prompt": "sort 21", "answer": "12"},
+    {"skill": "sort", "prompt": "sort 43", "answer": "34"},
+    {"skill": "max", "prompt": "max 56", "answer": "6"},
+    {"skill": "long", "prompt": "a" * 250, "answer": "1"},  # which does not fit into the context
+]
+ANSWERS = {"add 1 1": "2", "sort 21": "12", "sort 43": "43", "max 56": "6"}
 
 
-def test_evaluation_answers_other_skills_whatever_the_reward_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize("with_support", [True, False])
+def test_evaluation_answers_other_skills_whatever_the_reward_is(
+    checkpoint, tmp_path, monkeypatch, capsys, with_support
+):
+    """They lie beside the model. They are never trained on."""
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    (model / "retention.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    rows = [
-        {"skill": "sort", "prompt": "sort 21", "answer": "12"},
-        {"skill": "sort", "prompt": "sort 43", "answer": "34"},
-        {"skill": "max", "prompt": "max 56", "answer": "6"},
-    ]
-    (tmp_path / "retention.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    answers = {"sort 21": "12", "sort 43": "43", "max 56": "6"}
     asked = []
+    shipped = starter.rollout
 
     def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
         texts = tokenizer.batch_decode(prompts)
-        asked.append((texts, group_size, temperature))
-        replies = tokenizer([f"<answer>{answers[text]}</answer>" for text in texts])["input_ids"]
+        asked.append((purpose, texts, group_size, temperature))
+        responses = shipped(policy, llm, prompts, cfg, purpose, group_size, temperature)
+        if purpose != "evaluate":
+            return responses
+        replies = tokenizer([f"<answer>{ANSWERS[text]}</answer>" for text in texts])["input_ids"]
         return [starter.Response([], ids, [], False) for ids in replies]
 
+    def task(cfg):
+        problem = {"prompt": "add 1 1", "answer": "2"}
+        return [problem | {"prompt": "add 2 0"}], [problem]
+
     monkeypatch.setattr(starter, "rollout", rollout)
-    cfg = starter.cfg_with(model_id=tmp_path, max_new_tokens=9, reward=lambda *_: 0.25)
-    policy = mock.Mock()
-    policy.config.get_text_config().max_position_embeddings = None
-    skills.attach(policy, tokenizer, cfg)
-    problems = [{"prompt_ids": tokenizer("max 56")["input_ids"]}]
-    metrics, samples = starter.evaluate(None, None, tokenizer, problems, cfg)
-    assert metrics["retention_sort"] == 0.5 and metrics["retention_max"] == 1.0
-    assert metrics["reward_mean"] == 0.25 and metrics["solved"] == 0.0 and len(samples) == 1
-    assert asked == [(["max 56"], 1, 0.0), ([*answers], 1, 0.0)]
+    given = dict(task=task, reward=lambda *_: 0.25, n_train_steps=1)
+    result = starter.main(**settings(model, tmp_path, **given))
+    evaluation = [("evaluate", ["add 1 1"], 1, 0.0)]
+    evaluation.append(("evaluate", [row["prompt"] for row in ROWS[:3]], 1, 0.0))
+    assert asked[:5] == [*evaluation, (1, 4 * ["add 2 0"], 4, 1.0), *evaluation]
+    assert [purpose for purpose, *_ in asked[5:]] == ["measure_kl"] * with_support
+    for metrics in (result["before"], result["after"]):
+        assert metrics["retention_sort"] == 0.5 and metrics["retention_max"] == 1.0
+        assert metrics["reward_mean"] == 0.25 and metrics["solved"] == 0.0
+        assert "retention_long" not in metrics
+    assert capsys.readouterr().out.count("| max: 100% | sort: 50%\n") == 2

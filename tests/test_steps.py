@@ -29,7 +29,8 @@ def read_page(folder):
 
 
 def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
-    """And give its value, by another sum. They are those of the first of two epochs."""
+    """And give its value, by another sum. They are those of the first of two epochs; entropy and
+    exact KL are those after the update."""
     calls = []
     shipped = starter.grpo_microbatch_step
 
@@ -37,7 +38,8 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
         if "old_log_probs" not in rows:  # in the first epoch; so that the weight is cut
             rows["rollout_log_probs"] += torch.randn(rows["labels"].shape)
         loss, means = shipped(policy, rows, *others)
-        calls.append((rows, loss.item()))
+        if len(rows["labels"]) == 16:  # all rows, not some of them for support/opinion.py
+            calls.append((rows, loss.item()))
         return loss, means
 
     monkeypatch.setattr(starter, "grpo_microbatch_step", spoil_and_keep)
@@ -46,9 +48,10 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
     folder = starter.main(**given)["run_folder"]
     rows, loss = calls[2]
     mask = rows["response_mask"]
-    inputs = rows["input_ids"], rows["labels"], mask
     models = [starter.init_policy(path, "cpu")[0] for path in (checkpoint, folder / "model")]
-    ref, after = (starter.get_response_log_probs(model, *inputs) for model in models)
+    with torch.no_grad():
+        log_q, log_p = (model(rows["input_ids"]).logits.log_softmax(dim=2) for model in models)
+    ref, after = (x.gather(2, rows["labels"][..., None])[..., 0] for x in (log_q, log_p))
     before = rows["old_log_probs"]
     weight = torch.exp(before - rows["rollout_log_probs"]).clamp(max=2) / mask.sum()
     expected = {
@@ -58,6 +61,10 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
         "slope": weight * (0.3 * (before - ref) - rows["advantages"]),
         "advantages": rows["advantages"],
         "rollout_log_probs": rows["rollout_log_probs"],
+        "weights": mask / mask.sum(),
+        "entropy": -(log_p.exp() * log_p).sum(dim=2),
+        "kl_per_token": (log_p.exp() * (log_p - log_q)).sum(dim=2),
+        "kl_forward": (log_q.exp() * (log_q - log_p)).sum(dim=2),
     }
     responses = read_page(folder)[1]["responses"]
     shown = [token for r in responses for token in zip(*[r[name] for name in expected])]
@@ -65,7 +72,7 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
     shown, of_loss = torch.tensor(shown), torch.tensor([*of_loss])
     nearest = torch.cdist(shown, of_loss, p=1).argmin(dim=1)  # in another order
     torch.testing.assert_close(shown, of_loss[nearest], rtol=1e-3, atol=1e-6)
-    before, ref, _, _, advantages, sampler = shown.T
+    before, ref, _, _, advantages, sampler, *_ = shown.T
     k3 = torch.exp(ref - before) - 1 + before - ref
     ratio = torch.exp(before - sampler).clamp(max=2)
     assert (0.3 * k3 - ratio * advantages).mean().item() == pytest.approx(loss, rel=1e-3)
@@ -88,18 +95,18 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
 def test_page_stays_below_500_kilobytes_and_has_the_last_step(
     tmp_path, monkeypatch, size, length, n_groups
 ):
-    monkeypatch.setattr(steps, "tokenizer", make_tokenizer())
-    monkeypatch.setattr(starter, "token_statistics", lambda *_: {"log_probs": -numbers})
     n = n_groups * size
-    numbers = torch.rand(n, length + 1)
+    rewards = torch.rand(n)
+    numbers = {name: torch.rand(length).tolist() for name in "abcdefghij"}
+    of_rows = {(5, 6, *[7] * length): numbers}
+    monkeypatch.setattr(steps.Page, "numbers_of_rows", lambda *_: of_rows)
     responses = [starter.Response([5, 6], [7] * length, [0.0] * length, False)] * n
-    cfg = starter.cfg_with(group_size=size, max_new_tokens=length)
-    run = SimpleNamespace(cfg=cfg, state={"scaler": {}}, writes_files=True, folder=tmp_path)
+    problems = [{"prompt_ids": [5, 6] * 5000}] * n_groups
+    cfg = starter.cfg_with(group_size=size, max_new_tokens=length, n_train_steps=8)
+    run = SimpleNamespace(cfg=cfg, state={}, writes_files=True, folder=tmp_path)
+    page = steps.Page(run, None, None, make_tokenizer())
     for step in range(1, 9):
-        values = {name: numbers for name in "abcdefghi"}
-        steps.CALLS.append((None, {"row": torch.arange(n)}, values))
-        problems = [{"prompt_ids": [5, 6] * 5000}] * n_groups
-        steps.after_step(run, step, {}, (problems, None, numbers[:, 0], responses))
+        page.after_step(step, {}, problems, responses, rewards, [])
     assert (tmp_path / "steps.html").stat().st_size < 500_000
     kept = [step["step"] for step in read_page(tmp_path)]
     assert kept[0] == 1 and kept[-1] == 8 and kept == sorted(kept)
