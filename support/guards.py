@@ -143,7 +143,8 @@ class Guards:
         run = self.run
         if run.cfg.lora_rank:
             safely("adapters/", lora.save_adapters, self.policy, run.folder / "adapters")
-        safely("the optimiser's memory", self.optimizer.state.clear)  # room for a second model
+        if hasattr(self.optimizer, "state"):  # room for a second model
+            self.optimizer.state.clear()
         report.report(result, self.policy, self.ref_model, llm, problems, run)
         edits.restore()
         close()

@@ -207,8 +207,11 @@ def read_other_ids(module, how):
 
     forward = module.forward
     if how == "hook":
-        change = lambda module, arguments, named: (arguments, changed(named))  # noqa: E731
-        module.register_forward_pre_hook(change, with_kwargs=True)
+
+        def hook(module, arguments, named):
+            return arguments, changed(named)
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
     else:
         module.forward = lambda **named: forward(**changed(named))
 

@@ -306,8 +306,8 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
 
 
 @pytest.mark.parametrize("name", ["after_step", "after_evaluation"])
-def test_run_may_be_stopped_by_what_looks_on_and_by_an_edit(checkpoint, tmp_path, capsys, name):
-    """By what after_step returns, or by run.stop, after the step that is then evaluated and saved."""
+def test_edit_that_sets_run_stop_ends_the_run_after_its_step(checkpoint, tmp_path, capsys, name):
+    """Which is evaluated and saved. So does one that sets it at an evaluation."""
     looking = mock.Mock()
     looking.after_step.return_value = False
 
