@@ -137,21 +137,10 @@ def decodes_as_it_reads(start_decoding, policy, ids, lengths):
 
 
 def start_decoding(policy, prompts):
-    """Like starter.start_decoding, by reading all ids again for each token. Prompts of one length
-    are read together."""
-    rows_of_length = {}
-    for row, prompt_ids in enumerate(prompts):
-        rows_of_length.setdefault(len(prompt_ids), []).append(row)
-    ids = {n: torch.tensor([prompts[i] for i in rows]) for n, rows in rows_of_length.items()}
-    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()
+    """Like starter.start_decoding, without a cache: all ids are read again for each token."""
 
-    def next_logits(tokens):
-        logits = []
-        for n, rows in rows_of_length.items():
-            if tokens is not None:
-                ids[n] = torch.cat([ids[n], tokens[rows].to(ids[n])], dim=1)
-            outputs = policy(input_ids=ids[n].to(policy.device), use_cache=False)
-            logits.append(outputs.logits[:, -1])
-        return torch.cat(logits)[order.to(policy.device)]
+    def read(input_ids, **options):
+        return policy(input_ids=input_ids, use_cache=False)
 
-    return next_logits
+    read.device = policy.device
+    return edits.own("start_decoding")(read, prompts)

@@ -14,14 +14,14 @@ import torch
 import starter
 from support import edits, fast, rows
 
-STEPS = (1, 10, 100, 1_000)
+STEPS = (1, 10, 100, 1_000)  # and the last, the first of each process, and 2 of an edited file
 LONGEST = 16  # tokens of a response that are sampled again
 
 # Largest difference of a number, as a share of its largest value, or of 0.3 nats if all are less.
-# Measured by `python -m lab.opinion`: the largest of 139 architectures.
-LIMITS = {"float32": 4e-4, "bf16": 0.3, "fp16": 0.05}
+# `python -m lab.opinion` measures what rounding gives: lab/results/opinion.csv.
+LIMITS = {"float32": 3e-4, "bf16": 0.3, "fp16": 0.05}
 
-# What is put aside. Adapters, vLLM and the sums of several processes have no other way.
+# What is put aside. Adapters, vLLM and several processes have no other way.
 COMPARED = (
     "start_decoding",
     "token_statistics",
@@ -37,111 +37,58 @@ class SecondOpinion:
     def __init__(self, run):
         self.run = run
         self.first_step = None  # of this process
-        self.sampled_in = 0  # the last step whose sampler was compared
-        self.sampled_by = None  # what its responses were sampled with
-        self.last_right = 0
+        self.last_right = 0  # step
+        self.sampled = {}  # step: inputs of sample(), of the last step that was due
 
     def is_due(self, step):
-        if self.first_step is None:
-            self.first_step = step
-        due = {*STEPS, self.first_step, self.run.cfg.n_train_steps}
+        self.first_step = self.first_step or step
+        due = [*STEPS, self.first_step, self.run.cfg.n_train_steps]
         if edits.edited_names():
-            due.add(2)
+            due.append(2)
         return step in due and "token_statistics" in edits.replaced_names()
 
-    def sample(self, policy, llm, prompts, cfg, seed, group_size, temperature):
+    def sample(self, policy, llm, *inputs):
         """Like starter.sample."""
         sample = edits.own("sample")
-        inputs = prompts, cfg, seed, group_size, temperature
         responses = sample(policy, llm, *inputs)
         step = self.run.state["step"] + 1
-        is_training = self.run.state["before"] is not None
-        if llm is None and is_training and step != self.sampled_in and self.is_due(step):
-            self.sampled_in = step
-            self.sampled_by = policy, llm, *inputs
-            fault = self.compared(self.fault_of_sampler, policy, responses, *inputs)
-            if fault:
-                self.put_aside(policy, None, step, fault)
+        is_first = self.run.state["before"] is not None and step not in self.sampled
+        if llm is None and is_first and self.is_due(step):
+            self.sampled = {step: (policy, llm, *inputs)}
+            if self.is_wrong(step, [policy], numbers_of_sampler, policy, responses, *inputs):
                 responses = sample(policy, llm, *inputs)
         return responses
-
-    def fault_of_sampler(self, policy, responses, prompts, cfg, seed, group_size, temperature):
-        """Samples the beginning of the most surprising response again. Returns (name, difference,
-        limit), or None."""
-
-        def surprise(i):
-            return -sum(responses[i].log_probs[:LONGEST])
-
-        i = max(range(len(responses)), key=surprise)
-        short = SimpleNamespace(**vars(cfg))
-        short.max_new_tokens = min(LONGEST, cfg.max_new_tokens)
-        with own_mechanics(policy):
-            [again] = starter.rollout_with_transformers(
-                policy, [prompts[i // group_size]], short, seed + i, 1, temperature
-            )
-        pairs = []
-        for token, other, *log_probs in zip(
-            responses[i].response_ids, again.response_ids, responses[i].log_probs, again.log_probs
-        ):
-            if token != other:  # the number that draws it lay between the two, within rounding
-                break
-            pairs.append(log_probs)
-        ours, plain = torch.tensor(pairs).view(-1, 2).unbind(dim=1)
-        return first_fault({"log-probs of the sampler": (ours, plain)}, LIMITS[cfg.precision])
 
     def rows_to_train_on(self, batch, policy, ref_model, cfg):
         """Like starter.rows_to_train_on."""
         step = self.run.state["step"] + 1
-        if self.is_due(step):
-            fault = self.compared(self.fault_of_statistics, batch, policy, ref_model, cfg)
-            if fault:
-                self.put_aside(policy, ref_model, step, fault)
-                return self.sampled_again(batch)
-            self.last_right = step
+        if not self.is_due(step):
+            return rows.with_gradient(batch, policy, ref_model, cfg)
+        models = [policy, ref_model]
+        if self.is_wrong(step, models, numbers_of_step, batch, policy, ref_model, cfg):
+            return self.sampled_again(batch, step)
+        self.last_right = step
         return rows.with_gradient(batch, policy, ref_model, cfg)
 
-    def sampled_again(self, batch):
+    def sampled_again(self, batch, step):
         """Returns the batch with the log-probs that starter.py's own mechanics give to the same
         responses: they may be rounded otherwise."""
-        again = edits.own("sample")(*self.sampled_by)
-        others = starter.make_batch(again, torch.zeros(len(again)), batch["labels"].device)
-        if torch.equal(others["labels"], batch["labels"]):
-            batch["rollout_log_probs"] = others["rollout_log_probs"]
+        if step in self.sampled:
+            again = edits.own("sample")(*self.sampled[step])
+            others = starter.make_batch(again, torch.zeros(len(again)), batch["labels"].device)
+            if torch.equal(others["labels"], batch["labels"]):
+                batch["rollout_log_probs"] = others["rollout_log_probs"]
         return batch
 
-    def fault_of_statistics(self, batch, policy, ref_model, cfg):
-        """Computes the longest row and the two with the least likely responses in both ways."""
-        likelihood = batch["rollout_log_probs"].sum(dim=1)
-        has_advantage = (batch["advantages"] != 0).any(dim=1)
-        lengths = batch["response_mask"].sum(dim=1)
-        likelihood = likelihood + 1e6 * ~has_advantage  # these last
-        chosen = {lengths.argmax().item(), *likelihood.argsort()[:2].tolist()}
-        some = starter.keep_rows(batch, torch.tensor(sorted(chosen)))
-        width = (some["response_mask"].any(dim=0).nonzero().max() + 1).item()
-        some = {name: tensor[:, :width] for name, tensor in some.items()}
-        exact = SimpleNamespace(**vars(cfg))
-        if not (cfg.frozen_in_bf16 or fast.COMPILED):  # else more is rounded, or compiled anew
-            exact.precision = "float32"
-        ours = numbers_of(policy, some, exact, ref_model)
-        with own_mechanics(policy, ref_model):
-            plain = numbers_of(policy, some, exact, ref_model)
-        pairs = {name: (ours.get(name), plain[name]) for name in plain}
-        return first_fault(pairs, LIMITS[exact.precision])
-
-    def compared(self, fault_of, *inputs):
-        """Returns what is wrong as a text, or None."""
+    def is_wrong(self, step, models, numbers, *inputs):
+        """Compares numbers(*inputs). Where they differ, says so and puts support/'s mechanics
+        aside."""
         try:
-            fault = fault_of(*inputs)
+            fault = fault_among(*numbers(*inputs))
         except Exception as error:  # of a mistake in support/, for example
-            return f"the comparison with starter.py's own functions failed with {error!r:.200}"
-        if fault:
-            name, difference, limit = fault
-            return (
-                f"support/ computes other {name} than starter.py's own functions, by "
-                f"{difference:.1e} of the largest (limit {limit:g})"
-            )
-
-    def put_aside(self, policy, ref_model, step, fault):
+            fault = f"the comparison with starter.py's own functions failed with {error!r:.200}"
+        if fault is None:
+            return False
         last = (
             f"the last right step was {self.last_right}" if self.last_right else "it never fitted"
         )
@@ -150,16 +97,101 @@ class SecondOpinion:
             "and they stay out of this run"
         )
         self.run.state["put_aside"] = step
-        put_aside(self.run.cfg, policy, ref_model)
+        put_aside(self.run.cfg, models)
+        return True
 
 
-def put_aside(cfg, policy, ref_model=None):
-    """Has starter.py's own mechanics run from here on."""
-    edits.restore(*COMPARED)
-    for model in (policy, ref_model):
-        fast.attend_as_loaded(model)
-    most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
-    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+# Numbers.  -> {name: (tensor, the same by starter.py's own mechanics)}, and the limit.
+
+
+def numbers_of_sampler(policy, responses, prompts, cfg, seed, group_size, temperature):
+    """Samples the beginning of the most surprising response again."""
+    surprises = [-sum(response.log_probs[:LONGEST]) for response in responses]
+    i = surprises.index(max(surprises))
+    short = SimpleNamespace(**vars(cfg))
+    short.max_new_tokens = min(LONGEST, cfg.max_new_tokens)
+    prompt = prompts[i // group_size]
+    with own_mechanics(policy):
+        [again] = starter.rollout_with_transformers(
+            policy, [prompt], short, seed + i, 1, temperature
+        )
+    pairs = []
+    tokens = zip(responses[i].response_ids, again.response_ids)
+    for (token, other), *log_probs in zip(tokens, responses[i].log_probs, again.log_probs):
+        if token != other:  # the number that draws it lay between the two, within rounding
+            break
+        pairs.append(log_probs)
+    ours, plain = torch.tensor(pairs).view(-1, 2).unbind(dim=1)
+    return {"log-probs of the sampler": (ours, plain)}, LIMITS[cfg.precision]
+
+
+def numbers_of_step(batch, policy, ref_model, cfg):
+    """Computes the longest row, and the two least likely of those with an advantage."""
+    likelihood = batch["rollout_log_probs"].sum(dim=1)
+    likelihood += 1e6 * (batch["advantages"] == 0).all(dim=1)
+    longest = batch["response_mask"].sum(dim=1).argmax().item()
+    chosen = sorted({longest, *likelihood.argsort()[:2].tolist()})
+    [some] = starter.cut_microbatches(starter.keep_rows(batch, chosen), 10**9)
+    cfg = SimpleNamespace(**vars(cfg))
+    if not (cfg.frozen_in_bf16 or fast.COMPILED):  # else more is rounded, or compiled anew
+        cfg.precision = "float32"
+    ours = numbers_of_rows(some, policy, ref_model, cfg)
+    with own_mechanics(policy, ref_model):
+        plain = numbers_of_rows(some, policy, ref_model, cfg)
+    return {name: (ours.get(name), plain[name]) for name in plain}, LIMITS[cfg.precision]
+
+
+def numbers_of_rows(some, policy, ref_model, cfg):
+    """Returns the loss, all statistics, and some of the gradient. What an edit draws at random is
+    the same each time, and nothing is left of it."""
+    found = {}
+    in_place = starter.MECHANICS["token_statistics"]
+
+    def keep(*inputs, **named):
+        stats = in_place(*inputs, **named)
+        found.update({name: x.detach() for name, x in stats.items()})
+        return stats
+
+    generator = random.getstate()
+    starter.MECHANICS["token_statistics"] = keep
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            random.seed(0)
+            inputs = dict(some), cfg, ref_model, cfg.kl_coef
+            found["loss"], _ = starter.grpo_microbatch_step(policy, *inputs)
+    finally:
+        starter.MECHANICS["token_statistics"] = in_place
+        random.setstate(generator)
+    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    found["gradient"] = torch.cat([x[:: 1 + len(x) // 1000].double() for x in gradients])
+    policy.zero_grad()
+    return found
+
+
+def fault_among(pairs, limit):
+    """Returns what differs as a text, or None."""
+    for name, (ours, plain) in pairs.items():
+        difference = difference_of(name, ours, plain)
+        if not difference <= limit:  # nan, too
+            return (
+                f"support/ computes other {name} than starter.py's own functions, by "
+                f"{difference:.1e} of the largest (limit {limit:g})"
+            )
+
+
+def difference_of(name, ours, plain):
+    """Relative to the largest value; of numbers below 0.3 nats, to that."""
+    if ours is None or ours.shape != plain.shape:
+        return float("inf")
+    if plain.numel() == 0 or torch.equal(ours, plain):
+        return 0.0
+    if name in ("gradient", "loss"):
+        return ((ours - plain).double().norm() / plain.double().norm()).item()
+    return ((ours - plain).abs().max() / plain.abs().max().clamp(min=0.3)).item()
+
+
+# starter.py's own mechanics, for a moment or for the rest of a run
 
 
 @contextlib.contextmanager
@@ -178,53 +210,13 @@ def own_mechanics(*models):
             fast.attend_on_cpu(model)
 
 
-def numbers_of(policy, some, cfg, ref_model):
-    """Rows of a batch -> {name: tensor}: loss, all statistics, and some of the gradient. What an
-    edit draws at random is the same each time, and nothing is left of it."""
-    found = {}
-    in_place = starter.MECHANICS["token_statistics"]
-
-    def keep(*inputs, **named):
-        stats = in_place(*inputs, **named)
-        found.update({name: x.detach() for name, x in stats.items()})
-        return stats
-
-    generators = random.getstate()
-    starter.MECHANICS["token_statistics"] = keep
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            random.seed(0)
-            inputs = dict(some), cfg, ref_model, cfg.kl_coef
-            found["loss"], _ = starter.grpo_microbatch_step(policy, *inputs)
-    finally:
-        starter.MECHANICS["token_statistics"] = in_place
-        random.setstate(generators)
-    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-    found["gradient"] = torch.cat([x[:: 1 + len(x) // 1000].double() for x in gradients])
-    policy.zero_grad()
-    return found
-
-
-def first_fault(pairs, limit):
-    """{name: (tensor, the same by starter.py's own mechanics)} -> (name, difference, limit) of the
-    first that differs, or None."""
-    for name, (ours, plain) in pairs.items():
-        difference = difference_of(name, ours, plain)
-        if not difference <= limit:  # nan, too
-            return name, difference, limit
-
-
-def difference_of(name, ours, plain):
-    """Relative to the largest value; of numbers below 0.3 nats, to that."""
-    if ours is None or ours.shape != plain.shape:
-        return float("inf")
-    if plain.numel() == 0 or torch.equal(ours, plain):
-        return 0.0
-    if name in ("gradient", "loss"):
-        return ((ours - plain).double().norm() / plain.double().norm()).item()
-    scale = plain.abs().max().clamp(min=0.3)
-    return ((ours - plain).abs().max() / scale).item()
+def put_aside(cfg, models):
+    """Has starter.py's own mechanics run from here on."""
+    edits.restore(*COMPARED)
+    for model in models:
+        fast.attend_as_loaded(model)
+    most = starter.LOGITS_AT_ONCE // models[0].config.get_text_config().vocab_size
+    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
 
 
 def attach(run):
@@ -241,4 +233,4 @@ def resume(run, policy):
     step = run.state.get("put_aside")
     if step:
         print(f"support/'s mechanics stay out of this run, as they do from step {step} on")
-        put_aside(run.cfg, policy)
+        put_aside(run.cfg, [policy])

@@ -193,7 +193,7 @@ def test_what_is_compared_changes_neither_gradients_nor_random_numbers(checkpoin
 
 
 def test_mistake_in_the_comparison_itself_is_loud(checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(opinion, "numbers_of", lambda *inputs: undefined_name)  # noqa: F821
+    monkeypatch.setattr(opinion, "numbers_of_rows", lambda *inputs: undefined_name)  # noqa: F821
     starter.main(**settings(checkpoint, tmp_path, n_train_steps=1))
     printed = capsys.readouterr().out
     assert "failed with NameError" in printed and "it never fitted" in printed
