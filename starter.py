@@ -10,16 +10,22 @@
     python starter.py --model_id ID --task FILE.jsonl --learning_rate 1e-5 --max_new_tokens 64
                                             what a lone copy of this file needs
 
-Where to begin: train() in section 13 is the loop, and main() in section 14 has all numbers.
+Where to begin: train() in section 13 is the loop, and main() in section 14 has the settings.
 Sections 1 to 10 follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
-penalty, loss, evaluation. Section 11 holds the mechanics, which you may skip: the only functions
-that are replaced, by faster ones, where the other folders lie beside this file. Everything else is
-called as it stands: what you change here is what runs.
+penalty, loss, evaluation. Section 11, mechanics, is about how models, engines and processes are
+run. Its functions are the only ones that are replaced, by faster ones with the same results, where
+the other folders lie beside this file. Everything else is called as it stands: what you change here
+is what runs.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
 the KL term's value is k3, but its gradient at each token is that of KL(policy || reference).
+
+Shapes: P prompts, G responses to each, B rows of a batch (one for each response), T columns, N
+tokens, V tokens in the vocabulary. Four log-probs of a sampled token: policy (pi, of the weights
+that are trained), old (the same before this rollout's first update), sampler (as the engine that
+drew the token computed it), ref (of the reference).
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -81,7 +87,7 @@ def check_known(name, value, options):
 # A problem is a dict with "prompt" and whatever the reward needs. A task is a function from the
 # settings of main() to (problems to train on, held-out problems).
 
-TASKS = {}  # name: task; add yours here, or give the function itself as main()'s task
+TASKS = {}  # name: task; add yours here, or give the function itself. support/tasks.py adds some.
 
 
 class Problems(NamedTuple):
@@ -168,17 +174,9 @@ def autocast(device, precision):
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
-class Float32Head(torch.nn.Linear):
-    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.to(self.weight.dtype))
-
-
 def init_policy(model_id, device):
-    """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: in
-    bf16, 84 to 98 % of the updates at learning rates of 1e-5 to 1e-6 would round to nothing."""
+    """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: bf16
+    keeps 8 bits of a weight, and most updates at learning rates below 1e-5 are smaller."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -196,12 +194,10 @@ def init_policy(model_id, device):
             f"{str(model_id)!r} cannot be loaded: it holds no weights for "
             f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
         )
-    head = policy.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
-        head.__class__ = Float32Head  # another forward(), with the same weights
+    make_logits_float32(policy)
     support = find_support()
     if support:
-        support.mend_model(policy, tokenizer)  # what some models and tokenizers need
+        support.mend_model(policy, tokenizer)  # what is odd in some models and tokenizers
     return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
@@ -230,11 +226,7 @@ def find_stop_tokens(policy, tokenizer):
     stop_tokens = policy.generation_config.eos_token_id
     if not isinstance(stop_tokens, list):
         stop_tokens = [stop_tokens]
-    stop_tokens = [*stop_tokens, tokenizer.eos_token_id]
-    support = find_support()
-    if support:
-        stop_tokens.append(support.end_of_turn(tokenizer))  # of its chat template
-    return sorted({*stop_tokens} - {None})
+    return sorted({*stop_tokens, tokenizer.eos_token_id} - {None})
 
 
 def ids_of_prompt(prompt, tokenizer, enable_thinking):
@@ -281,6 +273,9 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 
 # --------------------------------------------------------------------------------------------------
 # 3. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
+#
+# rollout() below calls, by way of section 11, one of two engines. With transformers, decode() draws
+# the tokens of a batch one by one; start_decoding in section 11 runs the model for it.
 
 TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
@@ -293,7 +288,8 @@ class Response(NamedTuple):
 
 
 def seed_for(cfg, purpose):
-    """Seeds random and torch, for rewards, and returns the seed of a step or other purpose."""
+    """Returns the seed of a step or other purpose, such as "evaluate". Also seeds the generators of
+    random and torch with it, for rewards that draw numbers."""
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
     torch.manual_seed(seed)
@@ -303,7 +299,7 @@ def seed_for(cfg, purpose):
 def scale_logits(logits, temperature):
     """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
     forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
     if temperature in (0, 1):  # 0: greedy, scored at 1
         return logits
     return logits / temperature
@@ -393,12 +389,12 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     params = [
         SamplingParams(
             n=group_size,
-            seed=seed + i * group_size,
+            seed=seed + i * group_size,  # vLLM adds 0, 1, ... for the n samples
             temperature=temperature,
             max_tokens=cfg.max_new_tokens,
             stop_token_ids=cfg.stop_token_ids,
-            ignore_eos=True,
-            logprobs=0,
+            ignore_eos=True,  # it is among the stop tokens
+            logprobs=0,  # that of the drawn token alone
             detokenize=False,
         )
         for i in range(len(prompts))
@@ -429,6 +425,8 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 # --------------------------------------------------------------------------------------------------
 # 4. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
 
+# reward_fn, at the end of these helpers, is the one to change.
+
 # "-12", "1,234.50" and ".5" are numbers; "007", "1/2" and "1,2" are texts
 NUMBER = re.compile(r"-?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)", re.ASCII)
 
@@ -452,7 +450,7 @@ def same_answer(answer, gold):
 def tagged_answer(text):
     """The text of the last <answer> that </answer> closes, or "" where there is none."""
     answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
-    return "".join(answers[-1:]).strip()
+    return answers[-1].strip() if answers else ""
 
 
 def last_number(text):
@@ -535,6 +533,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
     advantages = torch.where(is_scored, groups - mean, 0.0)
+    # Others than each: the divisor of an unbiased variance. Where there are none, std is nan
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
     # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
@@ -601,9 +600,9 @@ def make_batch(responses, advantages, device):
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-# What the loss of a step is a mean over. (B, T) float mask of the whole step, longest possible
-# response -> (B, T) weight of each token in the loss. With mask_truncated the mask of a response
-# that was cut is 0: "grpo" and "dr_grpo" still divide by all rows, "dapo" by the tokens left.
+# Weights of tokens: each function takes the (B, T) float mask of the whole step and max_new_tokens,
+# and returns the (B, T) weight of each token in the loss. With mask_truncated the mask of responses
+# that were cut is 0: "grpo" and "dr_grpo" still divide by all rows, "dapo" by the tokens left.
 
 
 def mean_of_responses(mask, max_new_tokens):
@@ -644,7 +643,7 @@ def cut_microbatches(batch, max_tokens):
     row. Rows of similar length come together, the longest first, since they need most memory."""
     mask = batch["response_mask"]
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    lengths = (mask * columns).amax(dim=1)
+    lengths = (mask * columns).amax(dim=1)  # up to the last token of the response
     order = lengths.argsort(descending=True, stable=True)
     microbatches = []
     while len(order) > 0:
@@ -657,7 +656,9 @@ def cut_microbatches(batch, max_tokens):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Log-probs.  In: (N, V) logits of N tokens. Out: (N,) statistics of each, such as its log-prob.
+# 7. Log-probs.  In: (N, V) logits at N response tokens. Out: (N,) numbers of each, its statistics.
+#
+# token_statistics in section 11 runs policy and reference, and lays these out as (B, T) tensors.
 
 
 def all_log_probs(logits, temperature):
@@ -670,8 +671,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     """(N, V) logits of the policy and a reference, (N,) labels -> dict of (N,) tensors, in nats.
 
     All that the loss knows of the logits is computed here. A tensor that you add reaches
-    grpo_microbatch_step under its name and, as a mean over the tokens that are trained on, the
-    log."""
+    grpo_microbatch_step under its name and, as a mean over the response tokens, the log."""
     labels = labels[:, None]
     log_p = all_log_probs(logits, temperature)
     stats = {
@@ -683,7 +683,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
         difference = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
-        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]
+        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]  # for check_reference
         stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
         stats["kl_forward"] = -(ref_log_p.exp() * difference).sum(dim=1)  # KL(reference || policy)
     return stats
@@ -700,10 +700,16 @@ def get_response_log_probs(
 # --------------------------------------------------------------------------------------------------
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
-# Below, d = log pi - log ref, at a token that the policy sampled. Three choices are made in main():
-# the estimator (which number), the gradient (of what), and the placement (where it is charged).
+# At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
+# reference. The default adds kl_coef * KL to the loss of each token: the number is k3(d), and the
+# gradient d * grad log pi. The mean of this over the policy's own samples is the gradient of
+# KL(policy || reference).
 #
-# First, one number for each token, and its gradient.
+# Why is the estimator not simply differentiated? The samples come from the policy, which changes
+# too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
+# k1 has a mean gradient of 0, k3 that of KL(reference || policy), and only k2 the right one.
+#
+# The number of each token, and its gradient
 
 
 def k1(d):
@@ -721,7 +727,7 @@ def k3(d):
     return torch.expm1(-d) + d
 
 
-# d -> an estimate of KL(policy || reference) in nats. It is the value; sampled_kl has the gradient.
+# d -> an estimate of KL(policy || reference) in nats: the number alone, without its gradient
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
@@ -739,11 +745,12 @@ def add_gradient(value, surrogate):
 
 
 def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
-    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the value is that of the estimator.
+    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the number is that of the estimator.
 
-    The gradient is pi_over_sampler * d * grad log pi. Its mean over what the sampler draws is the
-    gradient of KL(policy || reference), whichever estimator gives the value.
-    kl_gradient = "as_written" differentiates the estimator itself, to reproduce papers."""
+    The gradient is pi_over_sampler * d * grad log pi, whichever estimator gives the number: with
+    this weight the sampler's tokens count as often as the policy would draw them.
+    kl_gradient = "as_written" differentiates the estimator itself, without this weight, to
+    reproduce papers."""
     d = policy_log_probs - ref_log_probs
     estimator = ESTIMATORS[cfg.kl_estimator]
     if cfg.kl_gradient == "as_written":
@@ -753,11 +760,14 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     return add_gradient(value, pi_over_sampler * d * policy_log_probs)
 
 
-# Second, adaptive KL. A rule of the first kind changes the KL of each token, (B, T) tensors:
+# Adaptive KL changes the number, or the coefficient. support/adaptive_rules.py has some of both.
+
+# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
 #     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
-# one of the second kind returns the next coefficient, from a step's nats per token and mean reward:
-#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
 TERM_RULES = {}
+
+# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta, such as
+#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
 COEFFICIENT_RULES = {}
 
 
@@ -778,11 +788,12 @@ def apply_term_rule(kl, d, mask, cfg):
 
 
 class KLController:
-    """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it, step by step."""
+    """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it after an update."""
 
     def __init__(self, kl_coef, settings, state=None):
         self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
+        self.known = kl_coef, settings.kl_coef
         self.rule = rule_among(COEFFICIENT_RULES, settings)
         self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
         if self.rule is None:
@@ -793,10 +804,12 @@ class KLController:
         return self.state["beta"]
 
     def follow(self, kl_coef):
-        """Begins anew with another kl_coef, if it was changed since the last update."""
-        if kl_coef != self.start:
-            self.start = kl_coef
-            self.state["beta"] = kl_coef
+        """Begins anew where kl_coef, train()'s or that of the settings, was changed meanwhile."""
+        for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
+            if now != before:
+                self.start = now
+                self.state["beta"] = now
+        self.known = kl_coef, self.settings.kl_coef
 
     def update(self, kl, reward):
         """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
@@ -805,7 +818,7 @@ class KLController:
             self.state["beta"] = self.rule(self, self.settings, kl, reward)
 
 
-# Third, where it is charged: in the loss, or in the reward.
+# Where it is charged: in the loss, or in the reward
 
 
 def sum_to_go(kl, mask):
@@ -814,8 +827,8 @@ def sum_to_go(kl, mask):
 
 
 def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """(B, T) log-probs -> (B, T) what compute_loss adds, times beta, to the loss of each token, and
-    (B, T) tensors for the log. vocab_kl: (B, T), what an estimator in EXACT asks for.
+    """kl_in = "loss": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the
+    loss of each token; and (B, T) tensors for the log. vocab_kl: (B, T), for estimators in EXACT.
 
     kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
@@ -842,17 +855,17 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
 
 
 def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
-    """(B, T) log-probs -> (B, T) what compute_loss takes, times beta, off each advantage.
+    """kl_in = "reward": (B, T) log-probs -> (B, T) KL, which compute_loss takes, times beta, off
+    the advantage of each token, as if each token had a reward of -beta * KL.
 
     A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
-    the PPO clip. With k1, and where the loss divides by a constant, this gives the gradient of the
-    response's KL. With a term rule, which may look at the whole response, each token pays for all.
-    """
+    the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL.
+    With a term rule, which may look at the whole response, each token pays for the whole."""
     d = (sampler_log_probs - ref_log_probs).detach()
     kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
     to_go = sum_to_go(kl, mask)
     if rule_among(TERM_RULES, cfg) is not None:
-        return to_go[:, :1].expand_as(to_go)
+        return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
     return to_go
 
 
@@ -924,7 +937,7 @@ def compute_loss(
     if ref_log_probs is not None:
         cfg = kl_settings or KLSettings()
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        kl, kl_metadata = kl_in_loss(
+        kl, kl_metadata = kl_in_loss(  # also for the log alone
             policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
         )
         if cfg.kl_in == "reward":
@@ -941,8 +954,8 @@ def compute_loss(
 
 
 def check_reference(stats, log_ratio):
-    """Raises InputError where ref_log_probs are not those of the logits from which an exact KL is
-    computed: a change of them would have no effect on it."""
+    """For estimators in EXACT, whose KL comes from the logits: raises InputError where an edit has
+    changed ref_log_probs afterwards, which would have no effect."""
     now = stats["log_probs"] - stats["ref_log_probs"]
     if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
         raise InputError(
@@ -980,7 +993,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         kl_coef,
         mask,
         kl_settings=cfg,
-        vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),
+        vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),  # None for sampled estimators
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
@@ -1045,17 +1058,20 @@ def log_eval(run, step, metrics):
 
 
 # --------------------------------------------------------------------------------------------------
-# 11. Mechanics.  How models, engines and processes are run. Nothing is decided here.
+# 11. Mechanics.  How models, engines and processes are run.
 #
-# The folder support/ may put a faster function, with the same results, in the place of one that has
-# @mechanic: for a longer model, several processes, adapters, vLLM. It replaces nothing else, and no
-# function that you have edited. During a run its results are compared with those of this section.
+# What is drawn, computed from logits, rewarded and minimised is decided in other sections, whose
+# functions these call. The folder support/ may put a faster function, with the same results, in the
+# place of one that has @mechanic: for long prompts, adapters, several processes, vLLM. It replaces
+# nothing else, and nothing whose source differs from what was shipped. During a run some of its
+# results are compared with those of this section. To follow the loss, read token_statistics and
+# add_up_gradients.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
 
 def mechanic(function):
-    """Marks a function in whose place support/ may put another one."""
+    """Marks a function in whose place support/ may put another one, by an entry in MECHANICS."""
     name = function.__name__
     MECHANICS[name] = function
 
@@ -1073,6 +1089,9 @@ def find_support():
     from support import attach
 
     return attach
+
+
+# Sampling
 
 
 @mechanic
@@ -1130,12 +1149,31 @@ def by_first_process(function, *arguments):
     return function(*arguments)
 
 
+# Learning
+
+
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
-    """Returns the rows of the step that this process computes. support/ leaves out those without an
-    advantage where they have no gradient, which is where there is no KL term and the loss is as it
-    was shipped. The means in the log are then those of the others."""
+    """Returns the rows of the step that this process computes: here all. support/ gives each of
+    several processes its share, and leaves out rows that have no gradient: those without an
+    advantage, where there is no KL term and the loss is as it was shipped. Means in the log are
+    then those of the other rows."""
     return batch
+
+
+class Float32Head(torch.nn.Linear):
+    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.to(self.weight.dtype))
+
+
+def make_logits_float32(model):
+    """Gives the model's LM head another forward(), with the same weights."""
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear:
+        head.__class__ = Float32Head
 
 
 def response_logits(model, rows, precision):
@@ -1187,6 +1225,9 @@ def clip_gradient(parameters, max_norm):
     """Scales the gradient down to this norm if it is longer. Returns its norm before, of the parts
     of several processes together."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+
+
+# Weights
 
 
 @mechanic
@@ -1264,25 +1305,35 @@ def check_can_be_saved(state):
         ) from error
 
 
+def folder_of_run(cfg):
+    """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
+    InputError if there is none."""
+    if not cfg.resume:
+        return Path(cfg.out_dir) / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
+    folder = cfg.resume
+    if folder is True:
+        folder = f"{cfg.out_dir}/*"
+    found = glob.glob(f"{folder}/settings.json")
+    if not found:
+        raise InputError(f"resume: {folder} is no folder of a run; give one")
+    return Path(max(found)).parent  # the newest, by its name
+
+
 class Run:
-    """A run's folder, and its state: what one step hands to the next besides the weights."""
+    """A run's folder, and its state: what one step hands to the next besides weights and moments.
+
+    A run that is resumed takes all settings from main(), as a new one does; from its folder come
+    the weights, the moments, and this state. The reference is made before that, of the weights with
+    which training began."""
 
     def __init__(self, cfg):
         self.cfg = cfg
+        # step: the last one whose update is done; before: the evaluation before step 1
         self.state = {"step": 0, "controller": None, "before": None}
         self.writes_files = True  # as the only process, or the first of several
         self.stop = False  # True ends the run after this step, which is evaluated and saved
         self.in_update = False  # where an error would leave weights of no step
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
-        self.folder = Path(cfg.out_dir) / name
-        if cfg.resume:
-            folder = cfg.resume
-            if folder is True:
-                folder = f"{cfg.out_dir}/*"
-            found = glob.glob(f"{folder}/settings.json")
-            if not found:
-                raise InputError(f"resume: {folder} is no folder of a run; give one")
-            self.folder = Path(max(found)).parent
+        self.folder = folder_of_run(cfg)
 
     def open(self, policy, optimizer):
         """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
@@ -1304,7 +1355,7 @@ class Run:
             print(f"resumed: {self.folder} after step {self.state['step']}")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
-            next_step = self.state["step"] + 1 if self.state["before"] else 0
+            next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
             self.writer = SummaryWriter(self.folder, purge_step=next_step)
             settings = json.dumps(vars(self.cfg), default=str, indent=1)
             (self.folder / "settings.json").write_text(settings, "utf-8")
@@ -1382,8 +1433,8 @@ def train(
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems.held_out, cfg)
         if problems.other_skills:
-            others = problems.other_skills, cfg, score_answer
-            _, answered = evaluate(policy, llm, tokenizer, *others)
+            skills = problems.other_skills
+            _, answered = evaluate(policy, llm, tokenizer, skills, cfg, score_answer)
             metrics.update(solved_by_skill(answered))
         log_eval(run, step, metrics)
         if watch:
@@ -1392,11 +1443,11 @@ def train(
 
     state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
-    kl_coef_of_cfg = cfg.kl_coef
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
-    scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
+    if "scaler" in state:
+        scaler.load_state_dict(state["scaler"])
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
@@ -1429,14 +1480,12 @@ def train(
         set_learning_rate(optimizer, step, cfg)
         of_update = {}  # means over the epochs
         for epoch in range(cfg.epochs_per_rollout):
-            if cfg.kl_coef != kl_coef_of_cfg:  # it was changed while training
-                kl_coef = kl_coef_of_cfg = cfg.kl_coef
             controller.follow(kl_coef)
             beta = controller.beta
             sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
             scaler.unscale_(optimizer)
-            sums["grad_norm"] = clip_gradient(trained, cfg.max_grad_norm)
+            sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
             add_scaled(of_update, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments alone would move them
@@ -1503,6 +1552,7 @@ LOGITS_AT_ONCE = 67_108_864  # float32 logits that a microbatch may hold, withou
 def apply_preset(cfg):
     """Puts the numbers of a preset into the settings that are None, and prints them."""
     name = "qwen3-1.7b" if cfg.preset == "auto" else cfg.preset
+    check_known("preset", name, PRESETS)
     taken = {key: x for key, x in PRESETS[name].items() if getattr(cfg, key) is None}
     vars(cfg).update(taken)
     print(f"preset {name}: {taken}")
@@ -1568,7 +1618,7 @@ def main(
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
     eval_file=None,  # held-out problems, JSONL or "user/data::test"; None: a quarter of task's
-    reward=reward_fn,  # see section 5; None: only the KL term teaches, with ref_model_id
+    reward=reward_fn,  # see section 4; None: only the KL term teaches, with ref_model_id
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
     device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
@@ -1625,7 +1675,7 @@ def main(
 ):
     cfg = SimpleNamespace(**locals())
     support = find_support()
-    if support:  # support/, 1 of 4: kind and range of each setting
+    if support:  # support/ checks kind and range of each setting
         support.check_settings(cfg)
     else:
         print(
@@ -1636,7 +1686,9 @@ def main(
     choose_device(cfg)
     check_settings(cfg)
     run = Run(cfg)
-    if support:  # support/, 2 of 4: memory, the folder of a resumed run, several processes
+    if (
+        support
+    ):  # it also checks memory, and the folder of a resumed run, and joins several processes
         support.check(run)
 
     # Load problems, model, reference, engine and optimiser.
@@ -1655,7 +1707,7 @@ def main(
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # support/, 3 of 4: LoRA, faster mechanics
+    if support:  # LoRA, faster mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
@@ -1677,7 +1729,7 @@ def main(
     )
     run.open(policy, optimizer)
     watch = None
-    if support:  # support/, 4 of 4: warnings, Ctrl-C, and after the run the report
+    if support:  # looks on: warnings, Ctrl-C, and after the run the report
         watch = support.watch(run, policy, ref_model, tokenizer, optimizer)
 
     try:
@@ -1764,6 +1816,7 @@ def test_step():
         torch.manual_seed(0)
         policy = LlamaForCausalLM(LlamaConfig(vocab_size=N_TOKENS, **small)).eval()
     cfg = cfg_with(precision="float32", max_new_tokens=9)
+    # Log-probs of -12 are about those of tokens drawn at random: -log(N_TOKENS)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
     batch = make_batch(responses, advantages, "cpu")

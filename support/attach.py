@@ -8,7 +8,6 @@ from support import presets, ranks, rules, tasks
 from support.models import mend_model  # noqa: F401
 from support.rewards import awaited  # noqa: F401
 from support.tasks import read_rows  # noqa: F401
-from support.tokens import end_of_turn  # noqa: F401
 
 
 def check_settings(cfg):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import starter
 from starter import InputError
-from support import edits, engines
+from support import edits, engines, tokens
 
 
 def mend_model(policy, tokenizer):
@@ -19,6 +19,8 @@ def mend_model(policy, tokenizer):
     * A generation_config.json that is not valid could not be saved after the run.
     * A chat template may write today's date: a fixed one, so that a run that is resumed tomorrow
       reads the same prompts.
+    * The token that the chat template puts after an answer ends responses too, while training and
+      of the saved model.
     * vLLM and GPUs have a head of their own."""
     if getattr(policy.config.get_text_config(), "attn_logit_softcapping", None):
         policy.set_attn_implementation("eager")
@@ -30,6 +32,11 @@ def mend_model(policy, tokenizer):
             bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id
         )
         print("generation_config.json is not valid: BOS and EOS are all that is kept of it")
+    stop_tokens = policy.generation_config.eos_token_id
+    stop_tokens = stop_tokens if isinstance(stop_tokens, list) else [stop_tokens]
+    end = tokens.end_of_turn(tokenizer)
+    if end not in (None, tokenizer.eos_token_id, *stop_tokens):
+        policy.generation_config.eos_token_id = [x for x in stop_tokens if x is not None] + [end]
     tokenizer.apply_chat_template = functools.partial(
         tokenizer.apply_chat_template, strftime_now=datetime(2024, 7, 26).strftime
     )
