@@ -164,7 +164,7 @@ def numbers_of_rows(some, policy, ref_model, cfg):
         starter.MECHANICS["token_statistics"] = in_place
         random.setstate(generator)
     gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-    found["gradient"] = torch.cat([x[:: 1 + len(x) // 1000].double() for x in gradients])
+    found["gradient"] = torch.cat([x[:: 1 + len(x) // 1000].float() for x in gradients])
     policy.zero_grad()
     return found
 
@@ -187,7 +187,7 @@ def difference_of(name, ours, plain):
     if plain.numel() == 0 or torch.equal(ours, plain):
         return 0.0
     if name in ("gradient", "loss"):
-        return ((ours - plain).double().norm() / plain.double().norm()).item()
+        return ((ours - plain).norm() / plain.norm()).item()
     return ((ours - plain).abs().max() / plain.abs().max().clamp(min=0.3)).item()
 
 

@@ -94,6 +94,7 @@ def test_run_makes_no_float64_tensor(checkpoint, tmp_path, with_support):
     copy = write_copy(tmp_path / "copy", edited_text(AS_ON_A_MAC), with_support)
     printed, _ = run_program(NO_FLOAT64, checkpoint, tmp_path / "runs", folder=copy)
     assert "Step 2/" in printed and ("token_statistics" in printed) == with_support
+    assert "TypeError" not in printed  # of what looks on, or compares, and then ends
 
 
 def test_memory_of_a_mac_is_what_its_gpu_may_use(monkeypatch):
