@@ -12,7 +12,7 @@ def checked_kl_settings(**options):
     InputError for what is not known or changes nothing, and for a term that penalises nothing or
     the wrong thing, unless reproduce_paper=True."""
     for name in options:
-        rules.check_known("an option", name, NAMES)
+        starter.check_known("an option", name, NAMES)
     given = {name: value for name, value in options.items() if value is not None}
     cfg = starter.cfg_with(**given, use_kl_penalty=True)
     rules.check_kinds(cfg)

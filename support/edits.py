@@ -175,7 +175,7 @@ class EditsInStep:
     which functions have edits that none of these lines is of: they are in a branch, or a function,
     that these settings do not use."""
 
-    def __init__(self):
+    def __init__(self, may_trace):
         self.edits = {}  # code: name of its function, lines that were edited and have not run
         for name in sorted(called_by("train") - NOT_IN_A_STEP):
             function = inspect.unwrap(getattr(starter, name))
@@ -187,7 +187,8 @@ class EditsInStep:
                     self.edits[code] = name, lines & of_code
         self.ran = set()
         self.before = sys.gettrace()
-        if self.edits and self.before is None:  # a debugger or a measure of coverage stays
+        # A debugger, or what measures coverage, keeps its trace
+        if may_trace and self.edits and self.before is None:
             sys.settrace(self.trace)
 
     def trace(self, frame, event, argument):

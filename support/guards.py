@@ -11,7 +11,7 @@ import threading
 import torch
 
 import starter
-from support import edits, gpu, lora, ranks, report, resumed, steps
+from support import edits, fast, gpu, lora, ranks, report, resumed, steps
 from support.safely import safely
 
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
@@ -70,7 +70,7 @@ class Guards:
                 HANDLERS.callback(signal.signal, number, before)
         self.page = steps.Page(run, policy, ref_model, tokenizer)
         self.look("state", resumed.say_what_is_new, run, policy, ref_model, optimizer)
-        self.edits = edits.EditsInStep()
+        self.edits = edits.EditsInStep(not fast.COMPILED)  # which a trace would disturb
 
     def look(self, what, function, *arguments):
         """Calls what looks on, until it fails."""
@@ -92,10 +92,10 @@ class Guards:
     def after_step(self, step, metrics, asked, responses, texts, rewards, microbatches):
         """Returns whether a signal asks to end the run. All processes come here together."""
         state = self.run.state
-        self.edits.end()
+        self.look("the list of edits without a part", self.edits.end)
         step_data = asked, responses, rewards, microbatches
         self.look("steps.html", self.page.after_step, step, metrics, *step_data)
-        update_state(metrics, state)
+        self.look("the count of steps without effect", update_state, metrics, state)
         self.look("state", resumed.keep, self.run, self.ref_model)
         self.look("the log of more numbers", self.log_step, step, metrics)
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg

@@ -311,7 +311,6 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path):
 def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path):
     """The ratio is that to the policy before the first of them."""
     module = load("minibatches", tmp_path)
-    module.leave_out_rows = lambda policy, batch, *others: batch
     steps = [[]]  # the microbatches of each optimiser step
     at_each_call(module, "grpo_microbatch_step", lambda policy, rows, *_: steps[-1].append(rows))
     at_each_call(module, "clip_gradient", lambda *_: steps.append([]))
@@ -333,10 +332,12 @@ def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, e
     """One of a single token, one of two, and one of a token's beginning."""
     module = load("stop_strings", tmp_path)
     model, tokenizer = module.init_policy(checkpoint, "cpu")
-    cfg = module.cfg_with(max_new_tokens=20, precision="float32", stop_token_ids=[1, 9])
+    cfg = module.cfg_with(
+        max_new_tokens=20, precision="float32", stop_token_ids=[1, 9], engine=engine
+    )
     if engine == "vllm":
         pytest.importorskip("vllm")
-        engines.attach()
+        engines.attach(cfg)
         model = starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")
     given = model, [[7, 8], [9, 10, 11]], cfg, 3, 16
     uncut = getattr(starter, f"rollout_with_{engine}")(*given)
@@ -358,17 +359,28 @@ def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, e
 # Conversations
 
 
-def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, tmp_path, engine):
     module = load("multi_turn", tmp_path)
     stops = list(range(1, 58, 4))  # random weights soon end a turn with one of them
     cfg = module.cfg_with(
-        stop_token_ids=stops, max_new_tokens=24, environment=ThreeTurns, precision="float32"
+        stop_token_ids=stops,
+        max_new_tokens=24,
+        environment=ThreeTurns,
+        precision="float32",
+        engine=engine,
     )
     policy, tokenizer = module.init_policy(checkpoint, "cpu")
     problems = module.with_prompt_ids(small_sums(cfg)[0][::20], policy, tokenizer, cfg)
     module.seed_for = mock.Mock(wraps=module.seed_for)
     prompts = [problem["prompt_ids"] for problem in problems]
-    responses = module.rollout(policy, None, prompts, cfg, 1, 4, 1.0)
+    llm = None
+    if engine == "vllm":  # with room for the longest conversation, and no more
+        pytest.importorskip("vllm")
+        engines.attach(cfg)
+        llm = starter.init_vllm(checkpoint, 0, max(map(len, prompts)) + 24, 0.3, "float32")
+        module.load_policy_into_vllm_instance = starter.load_policy_into_vllm_instance
+    responses = module.rollout(policy, llm, prompts, cfg, 1, 4, 1.0)
     assert len({call.args[1] for call in module.seed_for.call_args_list}) == 3  # of each turn
     batch = module.make_batch(responses, torch.zeros(12), "cpu")
     for i, response in enumerate(responses):
