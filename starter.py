@@ -20,7 +20,8 @@ is what runs.
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-the KL term's value is k3, but its gradient at each token is that of KL(policy || reference).
+tokens are weighted by pi / sampler, at most 2, where the engine that sampled computes otherwise;
+the KL term's value is k3, but its mean gradient at each token that of KL(policy || reference).
 
 Shapes: P prompts, G responses to each, B rows of a batch (one for each response), T columns, N
 tokens, V tokens in the vocabulary. Four log-probs of a sampled token: policy (pi, of the weights
@@ -93,7 +94,7 @@ TASKS = {}  # name: task; add yours here, or give the function itself. support/t
 class Problems(NamedTuple):
     train: list
     held_out: list
-    other_skills: list = ()  # which are not trained; evaluations ask them, and show what is lost
+    other_skills: list = ()  # asked in evaluations alone, to show what training forgets
 
 
 def is_held_out(*key):
@@ -217,7 +218,8 @@ def turn_checkpointing_on(policy):
     """Gradient checkpointing runs layers again in the backward pass, if they are in train mode. All
     other modules stay in eval mode: dropout would change the log-probs at random."""
     for module in policy.modules():
-        module.training = hasattr(module, "gradient_checkpointing")  # an attribute of such layers
+        # True for the layers that can be run again, which have this attribute
+        module.training = hasattr(module, "gradient_checkpointing")
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -432,8 +434,8 @@ NUMBER = re.compile(r"-?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)
 
 
 def normalized_answer(text):
-    """Returns the number that a text is, whatever its unit ("$5", "5 %"), or the text without
-    differences of case and spaces."""
+    """Returns the number that a text is, also with a currency sign or % ("$5", "5 %"), or the text
+    without differences of case and spaces."""
     text = " ".join(text.replace("\u2212", "-").split())  # a typographical minus
     text = text.casefold().removesuffix(".")
     number = re.sub(r"^(-?)[$\u20ac\u00a3]|(?<=\d) ?[%$\u20ac\u00a3]$", r"\1", text, count=1)
@@ -494,8 +496,11 @@ def no_reward(response_text, problem):
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
     What a reward raises gets a note with the response and its problem."""
-    # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
-    all_ids = [r.response_ids[: len(r.response_ids) - r.finished] for r in responses]
+    all_ids = []
+    for response in responses:
+        # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
+        n_stop = int(response.finished)
+        all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
     texts = tokenizer.batch_decode(all_ids)
     group_size = len(responses) // len(problems)
     takes_response = "response" in inspect.signature(reward).parameters
@@ -533,7 +538,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
     advantages = torch.where(is_scored, groups - mean, 0.0)
-    # Others than each: the divisor of an unbiased variance. Where there are none, std is nan
+    # Scored responses less one: the divisor of an unbiased variance. Where it is 0, std is nan.
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
     # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
@@ -558,7 +563,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
 
 def make_batch(responses, advantages, device):
-    """Responses, their advantages -> dict of (B, T) tensors.
+    """Responses, their advantages -> dict of (B, T) tensors; "finished" is (B, 1).
 
     advantages: (B,), one for each response, or (B, L), one for each of its tokens, where L is the
     longest response. A row is a prompt and its response without a gap, padded on the right.
@@ -656,7 +661,7 @@ def cut_microbatches(batch, max_tokens):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Log-probs.  In: (N, V) logits at N response tokens. Out: (N,) numbers of each, its statistics.
+# 7. Log-probs.  In: (N, V) logits at N response tokens. Out: (N,) statistics, such as log-probs.
 #
 # token_statistics in section 11 runs policy and reference, and lays these out as (B, T) tensors.
 
@@ -701,15 +706,13 @@ def get_response_log_probs(
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
-# reference. The default adds kl_coef * KL to the loss of each token: the number is k3(d), and the
-# gradient d * grad log pi. The mean of this over the policy's own samples is the gradient of
-# KL(policy || reference).
+# reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
+# is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
+# gradient of KL(policy || reference) of the next token, given those before it.
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
 # k1 has a mean gradient of 0, k3 that of KL(reference || policy), and only k2 the right one.
-#
-# The number of each token, and its gradient
 
 
 def k1(d):
@@ -747,10 +750,9 @@ def add_gradient(value, surrogate):
 def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     """(B, T) log-probs of the sampled tokens -> (B, T) KL: the number is that of the estimator.
 
-    The gradient is pi_over_sampler * d * grad log pi, whichever estimator gives the number: with
-    this weight the sampler's tokens count as often as the policy would draw them.
-    kl_gradient = "as_written" differentiates the estimator itself, without this weight, to
-    reproduce papers."""
+    With kl_gradient = "reverse" the gradient is pi_over_sampler * d * grad log pi, whichever
+    estimator gives the number: weighted so, the sampler's tokens count as often as the policy would
+    draw them. "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
     d = policy_log_probs - ref_log_probs
     estimator = ESTIMATORS[cfg.kl_estimator]
     if cfg.kl_gradient == "as_written":
@@ -760,7 +762,60 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     return add_gradient(value, pi_over_sampler * d * policy_log_probs)
 
 
-# Adaptive KL changes the number, or the coefficient. support/adaptive_rules.py has some of both.
+def sum_to_go(kl, mask):
+    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
+    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
+
+
+def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
+    """kl_in = "loss": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the
+    loss of each token; and (B, T) tensors for the log. vocab_kl: (B, T), for estimators in EXACT.
+
+    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
+    if cfg.kl_estimator in EXACT:
+        kl = vocab_kl
+    else:
+        kl = sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
+    d = (policy_log_probs - ref_log_probs).detach()
+    charged = apply_term_rule(kl, d, mask, cfg)  # kl itself, without such a rule
+    metadata = {
+        "kl_penalty_mean": kl,  # before a rule
+        "adaptive_kl/adapted_kl": charged,
+        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
+    }
+    for (
+        name,
+        estimator,
+    ) in ESTIMATORS.items():  # so weighted, their means are of the policy's samples
+        metadata[f"kl_{name}"] = pi_over_sampler * estimator(d.clamp(-20, 20))
+    if cfg.kl_in == "loss_to_go":
+        # Token t also pays for the later KL to which it leads. On policy this is the gradient of
+        # the whole response's KL; "exact" has the least noise.
+        later = (sum_to_go(charged, mask) - charged).detach()
+        charged = add_gradient(charged, pi_over_sampler * later * policy_log_probs)
+    return charged, metadata
+
+
+def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
+    """kl_in = "reward": (B, T) log-probs -> (B, T) KL, which compute_loss takes, times beta, off
+    the advantage of each token, as if each token had a reward of -beta * KL.
+
+    A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
+    the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL.
+    With a term rule each token pays for the whole response: a rule may look at all of it, so that
+    earlier tokens bear on what later ones and also what the ones before them are charged."""
+    d = (sampler_log_probs - ref_log_probs).detach()
+    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
+    to_go = sum_to_go(kl, mask)
+    if rule_among(TERM_RULES, cfg) is not None:
+        return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
+    return to_go
+
+
+# Adaptive KL, which you may skip unless kl_adaptation_method is set. A rule changes the KL of each
+# token, or the coefficient. support/adaptive_rules.py has some of both kinds.
 
 # Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
 #     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
@@ -804,7 +859,8 @@ class KLController:
         return self.state["beta"]
 
     def follow(self, kl_coef):
-        """Begins anew where kl_coef, train()'s or that of the settings, was changed meanwhile."""
+        """For edits that change kl_coef while training, that of train() or that of the settings: it
+        is the coefficient from here on."""
         for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
             if now != before:
                 self.start = now
@@ -816,57 +872,6 @@ class KLController:
         self.state["step"] += 1
         if self.rule is not None and math.isfinite(kl + reward):
             self.state["beta"] = self.rule(self, self.settings, kl, reward)
-
-
-# Where it is charged: in the loss, or in the reward
-
-
-def sum_to_go(kl, mask):
-    """(B, T) -> (B, T): sum over this token of the response and all later ones."""
-    return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
-
-
-def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """kl_in = "loss": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the
-    loss of each token; and (B, T) tensors for the log. vocab_kl: (B, T), for estimators in EXACT.
-
-    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
-    pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
-    if cfg.kl_estimator in EXACT:
-        kl = vocab_kl
-    else:
-        kl = sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
-    d = (policy_log_probs - ref_log_probs).detach()
-    charged = apply_term_rule(kl, d, mask, cfg)
-    metadata = {
-        "kl_penalty_mean": kl,  # before a rule
-        "adaptive_kl/adapted_kl": charged,
-        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
-    }
-    for name, estimator in ESTIMATORS.items():
-        metadata[f"kl_{name}"] = pi_over_sampler * estimator(d.clamp(-20, 20))
-    if cfg.kl_in == "loss_to_go":
-        # Token t also pays for the later KL to which it leads. On policy this is the gradient of
-        # the whole response's KL; "exact" has the least noise.
-        later = (sum_to_go(charged, mask) - charged).detach()
-        charged = add_gradient(charged, pi_over_sampler * later * policy_log_probs)
-    return charged, metadata
-
-
-def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
-    """kl_in = "reward": (B, T) log-probs -> (B, T) KL, which compute_loss takes, times beta, off
-    the advantage of each token, as if each token had a reward of -beta * KL.
-
-    A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
-    the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL.
-    With a term rule, which may look at the whole response, each token pays for the whole."""
-    d = (sampler_log_probs - ref_log_probs).detach()
-    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
-    to_go = sum_to_go(kl, mask)
-    if rule_among(TERM_RULES, cfg) is not None:
-        return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
-    return to_go
 
 
 # --------------------------------------------------------------------------------------------------
@@ -955,7 +960,7 @@ def compute_loss(
 
 def check_reference(stats, log_ratio):
     """For estimators in EXACT, whose KL comes from the logits: raises InputError where an edit has
-    changed ref_log_probs afterwards, which would have no effect."""
+    replaced stats["ref_log_probs"], which would have no effect."""
     now = stats["log_probs"] - stats["ref_log_probs"]
     if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
         raise InputError(
@@ -1008,7 +1013,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
 def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     """Samples one response to each of the problems. Returns {"solved", "reward_mean", ...} and
-    samples: (problem, text, reward). reward=None is that of main()."""
+    samples: (problem, text, reward). reward=None: that of main(), or reward_fn if that is None."""
     prompts = [problem["prompt_ids"] for problem in problems]
     responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
     reward = reward or cfg.reward or reward_fn
@@ -1064,8 +1069,8 @@ def log_eval(run, step, metrics):
 # functions these call. The folder support/ may put a faster function, with the same results, in the
 # place of one that has @mechanic: for long prompts, adapters, several processes, vLLM. It replaces
 # nothing else, and nothing whose source differs from what was shipped. During a run some of its
-# results are compared with those of this section. To follow the loss, read token_statistics and
-# add_up_gradients.
+# results are compared with those of this section. The log names what it has replaced. To follow the
+# loss, read token_statistics and add_up_gradients; the rest may wait.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
@@ -1091,64 +1096,6 @@ def find_support():
     return attach
 
 
-# Sampling
-
-
-@mechanic
-def start_decoding(policy, prompts):
-    """B prompts -> a function that returns the (B, V) logits of each row's next token. It is called
-    with None first, then with the (B, 1) tokens that were drawn.
-
-    Prompts of one length are read together: recurrent and sliding-window layers would read padding
-    in front of the response as text. A model without a cache of keys and values reads all ids again
-    for each token."""
-    rows_of_length = {}
-    for row, prompt_ids in enumerate(prompts):
-        rows_of_length.setdefault(len(prompt_ids), []).append(row)
-    ids = {}  # length of the prompts: (b, n) ids so far
-    for length, rows in rows_of_length.items():
-        ids[length] = torch.tensor([prompts[row] for row in rows], device=policy.device)
-    caches = dict.fromkeys(ids)
-    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # back to that of the prompts
-
-    def next_logits(tokens):
-        logits = []
-        for length, rows in rows_of_length.items():
-            if tokens is not None:
-                ids[length] = torch.cat([ids[length], tokens[rows]], dim=1)
-            n = ids[length].shape[1]
-            n_known = 0 if caches[length] is None else n - 1
-            outputs = policy(
-                input_ids=ids[length][:, n_known:],
-                past_key_values=caches[length],
-                # Some models would count from 0 in each call
-                position_ids=torch.arange(n_known, n, device=policy.device).expand(len(rows), -1),
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            caches[length] = getattr(outputs, "past_key_values", None)
-            logits.append(outputs.logits[:, -1])
-        return torch.cat(logits)[order.to(policy.device)]
-
-    return next_logits
-
-
-@mechanic
-def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
-    """P lists of prompt ids -> P * group_size Responses. Each of several processes samples for its
-    share of the prompts."""
-    if llm is None:
-        return rollout_with_transformers(policy, prompts, cfg, seed, group_size, temperature)
-    return rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
-
-
-@mechanic
-def by_first_process(function, *arguments):
-    """Returns what the function returns. Of several processes one calls it, and all get its result:
-    a reward may be random, or cost money."""
-    return function(*arguments)
-
-
 # Learning
 
 
@@ -1159,21 +1106,6 @@ def rows_to_train_on(batch, policy, ref_model, cfg):
     advantage, where there is no KL term and the loss is as it was shipped. Means in the log are
     then those of the other rows."""
     return batch
-
-
-class Float32Head(torch.nn.Linear):
-    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.to(self.weight.dtype))
-
-
-def make_logits_float32(model):
-    """Gives the model's LM head another forward(), with the same weights."""
-    head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
-        head.__class__ = Float32Head
 
 
 def response_logits(model, rows, precision):
@@ -1227,7 +1159,80 @@ def clip_gradient(parameters, max_norm):
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
 
-# Weights
+# Sampling
+
+
+@mechanic
+def start_decoding(policy, prompts):
+    """B prompts -> a function that returns the (B, V) logits of each row's next token. It is called
+    with None first, then with the (B, 1) tokens that were drawn.
+
+    Prompts of one length are read together: recurrent and sliding-window layers would read padding
+    in front of the response as text. A model without a cache of keys and values reads all ids again
+    for each token."""
+    rows_of_length = {}
+    for row, prompt_ids in enumerate(prompts):
+        rows_of_length.setdefault(len(prompt_ids), []).append(row)
+    ids = {}  # length of the prompts: (b, n) ids so far
+    for length, rows in rows_of_length.items():
+        ids[length] = torch.tensor([prompts[row] for row in rows], device=policy.device)
+    caches = dict.fromkeys(ids)
+    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # the inverse permutation
+
+    def next_logits(tokens):
+        logits = []
+        for length, rows in rows_of_length.items():
+            if tokens is not None:
+                ids[length] = torch.cat([ids[length], tokens[rows]], dim=1)
+            n = ids[length].shape[1]
+            n_known = 0 if caches[length] is None else n - 1
+            outputs = policy(
+                input_ids=ids[length][:, n_known:],
+                past_key_values=caches[length],
+                # Some models would count from 0 in each call
+                position_ids=torch.arange(n_known, n, device=policy.device).expand(len(rows), -1),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            caches[length] = getattr(outputs, "past_key_values", None)
+            logits.append(outputs.logits[:, -1])
+        return torch.cat(logits)[order.to(policy.device)]
+
+    return next_logits
+
+
+@mechanic
+def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
+    """P lists of prompt ids -> P * group_size Responses. Each of several processes samples for its
+    share of the prompts."""
+    if llm is None:
+        return rollout_with_transformers(policy, prompts, cfg, seed, group_size, temperature)
+    return rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
+
+
+@mechanic
+def by_first_process(function, *arguments):
+    """Returns what the function returns. Of several processes one calls it, and all get its result:
+    a reward may be random, or cost money."""
+    return function(*arguments)
+
+
+# Weights and heads
+
+
+class Float32Head(torch.nn.Linear):
+    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.to(self.weight.dtype))
+
+
+def make_logits_float32(model):
+    """Gives the model's LM head another forward(), with the same weights."""
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear:
+        head.__class__ = Float32Head
 
 
 @mechanic
@@ -1322,9 +1327,9 @@ def folder_of_run(cfg):
 class Run:
     """A run's folder, and its state: what one step hands to the next besides weights and moments.
 
-    A run that is resumed takes all settings from main(), as a new one does; from its folder come
-    the weights, the moments, and this state. The reference is made before that, of the weights with
-    which training began."""
+    A run that is resumed takes its settings from main(), as a new one does; from its folder come
+    the weights, the moments, and this state, which holds what a coefficient rule keeps. The
+    reference is made before that, of the weights with which training began."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -1389,8 +1394,8 @@ class Run:
 
 
 def learning_rate_schedule(step, cfg):
-    """Returns the share of the learning rate at which step, counted from 1, trains: it rises over
-    warmup_steps, then stays 1."""
+    """Returns the factor on the learning rate in a step, counted from 1: it rises over
+    warmup_steps, and stays 1."""
     return min(1.0, step / max(1, cfg.warmup_steps))
 
 
@@ -1409,8 +1414,9 @@ def set_learning_rate(optimizer, step, cfg):
 
 
 def check_sampler(diff, step, first_diff, cfg):
-    """Raises RunStopped where the sampler's log-probs differ from the trainer's by 1 nat per token,
-    or much more than in step 1, as they do if the sampler has stale weights."""
+    """Raises RunStopped where the sampler's log-probs differ from the trainer's by 1 nat per token
+    (with vLLM 0.1) in step 1, or later by much more than in step 1, as they do if the sampler has
+    stale weights."""
     limit = cfg.max_sampler_diff
     if limit is None:
         limit = 0.1 if cfg.engine == "vllm" else 1.0
@@ -1428,7 +1434,8 @@ def train(
     policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
 ):
     """Trains the policy for cfg.n_train_steps steps, with evaluations. ref_model=None is plain
-    GRPO. watch looks on: it is handed what each step and evaluation made, and changes nothing."""
+    GRPO. watch looks on: it is handed what each step and evaluation made, and may end the run."""
+    state = run.state
 
     def evaluate_at(step):
         metrics, samples = evaluate(policy, llm, tokenizer, problems.held_out, cfg)
@@ -1441,7 +1448,6 @@ def train(
             watch.after_evaluation(step, metrics, samples)
         state["after"] = metrics
 
-    state = run.state
     controller = KLController(kl_coef, cfg, state["controller"])
     trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
@@ -1488,7 +1494,7 @@ def train(
             sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
             add_scaled(of_update, sums, 1 / cfg.epochs_per_rollout)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
-            if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments alone would move them
+            if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments would still move weights
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
             optimizer.zero_grad()
@@ -1532,7 +1538,7 @@ def train(
 # 14. The numbers.
 
 # A preset fills the parameters of main() that are None. support/presets.py adds those of the small
-# models, and says which one preset="auto" is.
+# models. "auto" is this one, unless support/ chooses another for the machine.
 PRESETS = {
     "qwen3-1.7b": dict(
         model_id="Qwen/Qwen3-1.7B",
@@ -1641,20 +1647,21 @@ def main(
     epochs_per_rollout=1,  # optimiser steps per rollout
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
-    ref_model_id=None,  # a teacher as the reference: a folder or name; None: the model as it starts
+    ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
     kl_estimator="k3",  # or "k1", "k2": another value, in "loss" the same gradient; or of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
+    reproduce_paper=False,  # True: run KL terms that are refused as of no use
+    # Read by the rules of support/adaptive_rules.py alone
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
-    kl_target=0.1,  # nats per token; this and the next four are of support/adaptive_rules.py
+    kl_target=0.1,  # nats per token
     dynamic_beta_decay=0.9,
     reward_threshold=0.8,
     beta_min=0.0,
     beta_schedule_steps=1000,
-    reproduce_paper=False,  # True: run KL terms that are refused (with support/) as of no use
     # Optimiser (AdamW on float32 weights)
     learning_rate=None,
     warmup_steps=None,
@@ -1675,7 +1682,8 @@ def main(
 ):
     cfg = SimpleNamespace(**locals())
     support = find_support()
-    if support:  # support/ checks kind and range of each setting
+    # What support/ does here: it checks kind and range of each setting, and chooses preset="auto"
+    if support:
         support.check_settings(cfg)
     else:
         print(
@@ -1686,9 +1694,8 @@ def main(
     choose_device(cfg)
     check_settings(cfg)
     run = Run(cfg)
-    if (
-        support
-    ):  # it also checks memory, and the folder of a resumed run, and joins several processes
+    # ... checks the memory and the folder of a resumed run, and joins several processes
+    if support:
         support.check(run)
 
     # Load problems, model, reference, engine and optimiser.
@@ -1707,7 +1714,8 @@ def main(
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # LoRA, faster mechanics
+    # ... adds LoRA's adapters, and puts its mechanics in place
+    if support:
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
@@ -1729,7 +1737,8 @@ def main(
     )
     run.open(policy, optimizer)
     watch = None
-    if support:  # looks on: warnings, Ctrl-C, and after the run the report
+    # ... and looks on: warnings, Ctrl-C, and after the run the report
+    if support:
         watch = support.watch(run, policy, ref_model, tokenizer, optimizer)
 
     try:
@@ -1764,8 +1773,8 @@ def cfg_with(**changes):
 
 
 class KLSettings(SimpleNamespace):
-    """main()'s settings of the KL term, with these changes, for programs of yours that use it
-    alone. In this file cfg takes its place."""
+    """Those settings of main() that begin with kl_, with these changes, for programs of yours that
+    use the KL term alone. In this file cfg takes its place."""
 
     def __init__(self, **changes):
         defaults = vars(cfg_with())
