@@ -1,21 +1,25 @@
 """How far do support/'s mechanics and starter.py's own ones differ where both are right?
 
-    python -m lab.opinion      writes lab/results/opinion.csv, in a quarter of an hour
+    python -m lab.opinion         writes lab/results/opinion.csv, in a quarter of an hour
+    python -m lab.opinion cost    what a comparison costs: lab/results/opinion_cost.csv
 
 Asked of every architecture of lab/architectures.py that support/fast.py fits: by rounding alone, in
 the way of support/opinion.py, in three precisions. Its LIMITS must lie above the largest of these.
 """
 
 import multiprocessing
+import statistics
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import starter  # before torch, for which it sets variables
 
 import torch
 
-from lab import architectures
-from lab.rows import write_csv
+from lab import architectures, bench
+from lab.rows import REPOSITORY, where, write_csv
 from lab.small_models import ROWS
 from support import edits, opinion
 
@@ -67,7 +71,58 @@ def row_of(name):
     return {name: f"{difference:.1e}" for name, difference in differences.items()}
 
 
+# The cost.  Models with random weights, of the sizes of lab/bench.py.
+
+
+def seconds_of_run(settings):
+    """Returns the seconds of each step, and those of each comparison."""
+    compared = []
+    is_wrong = opinion.SecondOpinion.is_wrong
+
+    def timed(*inputs):
+        start = time.perf_counter()
+        result = is_wrong(*inputs)
+        compared.append(time.perf_counter() - start)
+        return result
+
+    opinion.SecondOpinion.is_wrong = timed
+    log = bench.train_ours(settings, REPOSITORY)
+    return [seconds for _, seconds in log["time/total"]], compared
+
+
+def cost_of(size):
+    """Returns the row of a size: three comparisons are those of a run of 100 steps."""
+    shape, new_tokens, _ = bench.SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        bench.save_random(shape, folder)
+        settings = dict(
+            model_id=folder,
+            task=bench.made_up_problems,
+            reward=bench.noise,
+            rollout_batch_size=256,
+            max_new_tokens=new_tokens,
+            learning_rate=1e-6,
+            precision="float32",
+            device="cpu",
+            n_train_steps=10,
+            eval_every=0,
+        )
+        steps, compared = bench.in_process(seconds_of_run, settings)
+    step = statistics.median(steps[1:-1])
+    each = sum(compared) / 2  # in steps 1 and 10, of the sampler and of the rows
+    return {
+        "model": size,
+        "a step, s": f"{step:.2f}",
+        "a comparison, s": f"{each:.2f}",
+        "share of 100 steps": f"{3 * each / (100 * step):.2%}",
+        **where(),
+    }
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["cost"]:
+        write_csv("opinion_cost", [cost_of(size) for size in ("S", "M")])
+        sys.exit()
     rows = []
     for name in sorted(ROWS):
         row = row_of(name)

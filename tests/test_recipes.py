@@ -104,11 +104,14 @@ def test_recipes_train_alike_with_and_without_support(checkpoint, tmp_path):
     [("rloo", [-7 / 10, 19 / 30, -17 / 30, 19 / 30]), ("maxrl", [-1, 19 / 21, -17 / 21, 19 / 21])],
 )
 def test_advantages_equal_the_formula(name, by_hand, tmp_path):
+    """The last two groups have responses that were not scored, which leave them."""
     module = load(name, tmp_path)
-    rewards = torch.tensor([0.0, 1.0, 0.1, 1.0] + [0.5] * 4)
+    nan = math.nan
+    rewards = torch.tensor([0.0, 1.0, 0.1, 1.0] + [0.5] * 4 + [nan, 1, 0, 1] + [nan, 1, nan, nan])
     by_std = module.cfg_with().normalize_by_std
     found, _ = module.compute_group_normalized_advantages(rewards, 4, 1e-6, by_std)
-    assert found.tolist() == pytest.approx(by_hand + [0] * 4, abs=1e-5)
+    expected = by_hand + [0] * 4 + [0, 1 / 2, -1, 1 / 2] + [0] * 4
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_length_reward_equals_the_formula(tmp_path):
@@ -137,12 +140,13 @@ def test_several_rewards_are_summed_exactly_and_logged(checkpoint, tmp_path):
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(checkpoint, tmp_path):
+    """One that is not scored is not solved."""
     module = load("pass_at_k", tmp_path)
     solved = []
 
     def reward(text, problem):
         solved.append(text < "h")
-        return float(solved[-1])
+        return 1.0 if solved[-1] else None
 
     given = settings(checkpoint, tmp_path, n_train_steps=0, eval_samples=5, reward=reward)
     result = module.main(**given, eval_temperature=0.0)
@@ -306,6 +310,25 @@ def test_moving_reference_goes_its_share_of_the_way(checkpoint, tmp_path):
         moved = before if step % 2 else 0.75 * before + 0.25 * policy
         torch.testing.assert_close(ref, moved)
         assert not policy.equal(before)
+
+
+def move_with_support(checkpoint, folder):
+    copy = write_copy(Path(folder) / "copy", TEXT, with_support=True)
+    assert git_apply("moving_reference", copy)
+    module = import_copy(copy)
+    module.REFERENCE_EVERY, module.REFERENCE_SHARE = 2, 0.25
+    whole_run(module, checkpoint, Path(folder))
+
+
+def test_support_finds_the_moved_reference_again_and_reports_the_kl_to_the_start(
+    checkpoint, tmp_path
+):
+    calls = [(str(checkpoint), str(tmp_path))]
+    [outcome] = in_forks("test_recipes", "move_with_support", calls, tmp_path)
+    assert not outcome["status"], outcome["stderr"]
+    text = outcome["stdout"]
+    assert "after step 3" in text and "the reference is another one" not in text
+    assert text.count("KL(policy || model before training)") == 3 == text.count("KL(policy ||")
 
 
 def test_minibatches_share_a_rollout_among_optimiser_steps(checkpoint, tmp_path):
