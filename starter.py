@@ -48,7 +48,6 @@ import functools
 import glob
 import importlib.util
 import inspect
-import io
 import json
 import math
 import random
@@ -977,7 +976,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
     microbatch: what make_batch returns, and "weights". The first pass over it sets "old_log_probs",
     so that its ratio is 1; later epochs keep them. Returns its part of the step's loss, and
-    metadata: means over its tokens. recipes/minibatches.patch makes an optimiser step for each."""
+    metadata: means over its tokens."""
     mask = microbatch["response_mask"]
     stats = token_statistics(policy, microbatch, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
@@ -1295,19 +1294,21 @@ def load_checkpoint(policy, optimizer, saved):
 # 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
 
 
-def check_can_be_saved(state):
-    """Raises InputError for a state that could not be read back from a checkpoint, which holds
-    dicts, lists, numbers, texts and tensors, and no code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except Exception as error:
+def check_can_be_saved(value, name="run.state"):
+    """Raises InputError for what could not be read back from a checkpoint, which holds dicts,
+    lists, numbers, texts and tensors, and no code."""
+    parts = []
+    if type(value) is dict:
+        parts = value.items()
+    elif type(value) in (list, tuple):
+        parts = enumerate(value)
+    elif value is not None and type(value) not in (bool, int, float, str, torch.Tensor):
         raise InputError(
-            f"run.state cannot be read back from a checkpoint ({error!s:.300}); keep dicts, lists, "
-            "numbers, texts and tensors in it alone"
-        ) from error
+            f"{name} is a {type(value).__name__}, which cannot be read back from a checkpoint; "
+            "keep dicts, lists, numbers, texts and tensors in run.state alone"
+        )
+    for key, part in parts:
+        check_can_be_saved(part, f"{name}[{key!r}]")
 
 
 def folder_of_run(cfg):

@@ -21,12 +21,13 @@ TOKENS = 160  # shown of a group from the beginnings of its responses, and as ma
 OF_UPDATE = "advantages", "weights", "rollout_log_probs"
 
 
-def key_of(microbatch, i):
-    """Returns the ids of a row, by which its response is found."""
-    mask = microbatch["response_mask"][i]
-    first = mask.int().argmax().item()
-    ids = microbatch["input_ids"][i, : first + 1].tolist() + microbatch["labels"][i][mask].tolist()
-    return tuple(ids)
+def response_of(microbatch, i):
+    """Returns the ids of a row, by which its response is found, and the columns of that. A response
+    may hold tokens that were only read, which the mask leaves out."""
+    columns = microbatch["response_mask"][i].nonzero()[:, 0].tolist() or [0]
+    columns = slice(columns[0], columns[-1] + 1)
+    ids = microbatch["input_ids"][i, : columns.start + 1].tolist()
+    return tuple(ids + microbatch["labels"][i, columns].tolist()), columns
 
 
 class Page:
@@ -75,9 +76,9 @@ class Page:
         found = []
         for microbatch in microbatches:
             numbers = self.numbers_of_microbatch(microbatch, beta)
-            for i, mask in enumerate(microbatch["response_mask"]):
-                of_row = {name: x[i][mask].tolist() for name, x in numbers.items()}
-                found.append((key_of(microbatch, i), of_row))
+            for i in range(len(microbatch["labels"])):
+                key, columns = response_of(microbatch, i)
+                found.append((key, {name: x[i, columns].tolist() for name, x in numbers.items()}))
         return dict(ranks.gather(found))
 
     def after_step(self, step, metrics, problems, responses, rewards, microbatches):

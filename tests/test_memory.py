@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_responses, make_step, settings
+from conftest import make_responses, make_step, scalars, settings
 from lab import bench
 
 import starter
@@ -144,6 +144,32 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device, 
     assert cfg.max_tokens_per_microbatch == run.state["max_tokens"] == n_columns
     assert [len(rows["labels"]) for rows in microbatches] == [1] * 10
     assert microbatches[0].keys() == whole[0].keys() | {"old_log_probs"}
+
+
+@pytest.mark.parametrize("n_th", [1, 2])  # with the functions of support/, and without
+def test_lack_of_memory_while_support_is_compared_changes_nothing(
+    checkpoint, tmp_path, capsys, monkeypatch, n_th
+):
+    """No number, and no function that runs: those of starter.py would need even more memory."""
+    real = starter.grpo_microbatch_step
+    norms = []
+    for fails in (False, True):
+        calls = itertools.count(1)
+
+        def step(*inputs):
+            result = real(*inputs)
+            if next(calls) == n_th and fails:
+                raise RuntimeError(CUDA)
+            return result
+
+        monkeypatch.setattr(starter, "grpo_microbatch_step", step)
+        given = settings(checkpoint, tmp_path, n_train_steps=3)
+        folder = starter.main(**given)["run_folder"]
+        norms.append(scalars(folder)["train/grad_norm"])
+        printed = capsys.readouterr().out
+        assert ("no memory to compare" in printed) == fails
+        assert "microbatches of" not in printed
+    assert norms[0] == norms[1]
 
 
 def test_smaller_microbatches_stay_until_a_single_response_is_too_large(

@@ -104,13 +104,13 @@ def test_recipes_train_alike_with_and_without_support(checkpoint, tmp_path):
     [("rloo", [-7 / 10, 19 / 30, -17 / 30, 19 / 30]), ("maxrl", [-1, 19 / 21, -17 / 21, 19 / 21])],
 )
 def test_advantages_equal_the_formula(name, by_hand, tmp_path):
-    """The last two groups have responses that were not scored, which leave them."""
+    """Responses that were not scored leave their groups: of the last three one, three, and all."""
     module = load(name, tmp_path)
     nan = math.nan
-    rewards = torch.tensor([0.0, 1.0, 0.1, 1.0] + [0.5] * 4 + [nan, 1, 0, 1] + [nan, 1, nan, nan])
+    rewards = [0.0, 1.0, 0.1, 1.0] + [0.5] * 4 + [nan, 1, 0, 1] + [nan, 1, nan, nan] + [nan] * 4
     by_std = module.cfg_with().normalize_by_std
-    found, _ = module.compute_group_normalized_advantages(rewards, 4, 1e-6, by_std)
-    expected = by_hand + [0] * 4 + [0, 1 / 2, -1, 1 / 2] + [0] * 4
+    found, _ = module.compute_group_normalized_advantages(torch.tensor(rewards), 4, 1e-6, by_std)
+    expected = by_hand + [0] * 4 + [0, 1 / 2, -1, 1 / 2] + [0] * 8
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
