@@ -149,6 +149,19 @@ def cut_to(microbatches, max_tokens):
     microbatches[:] = parts
 
 
+def is_lack(error):
+    """Whether memory ran out, in the words of a GPU or of a CPU."""
+    words = "out of memory|can't allocate memory"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def forget_gradients(policy):
+    """Also those of the optimiser's other parameters, which an edit may have added."""
+    policy.zero_grad()
+    if "optimizer" in RUN:
+        RUN["optimizer"].zero_grad()
+
+
 def add_up_gradients(policy, microbatches, *others):
     """Like starter.add_up_gradients. Where memory runs out, nothing is left of the attempt: the
     microbatches, of this step and of later ones, are halved, and this step begins again."""
@@ -158,11 +171,9 @@ def add_up_gradients(policy, microbatches, *others):
         except RuntimeError as error:
             largest = max(microbatches, key=lambda microbatch: microbatch["labels"].numel())
             n_rows, width = largest["labels"].shape
-            # The words of a GPU, and of a CPU
-            if n_rows == 1 or not re.search("out of memory|can't allocate memory", str(error)):
+            if n_rows == 1 or not is_lack(error):
                 raise
-        policy.zero_grad()
-        RUN["optimizer"].zero_grad()
+        forget_gradients(policy)
         run = RUN["run"]
         run.state["max_tokens"] = run.cfg.max_tokens_per_microbatch = n_rows // 2 * width
         print(f"Warning: out of memory: microbatches of {n_rows // 2 * width} tokens from here on")

@@ -1,5 +1,6 @@
 """What a run takes, the refusal of one that cannot fit, and steps for which memory runs out."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -12,7 +13,7 @@ from lab import bench
 
 import starter
 from starter import InputError
-from support import edits, lora, memory
+from support import edits, lora, memory, opinion
 
 QWEN = bench.config_of("Qwen3-1.7B")
 SMOLLM2 = bench.config_of("SmolLM2-135M")
@@ -167,9 +168,23 @@ def test_lack_of_memory_while_support_is_compared_changes_nothing(
         folder = starter.main(**given)["run_folder"]
         norms.append(scalars(folder)["train/grad_norm"])
         printed = capsys.readouterr().out
-        assert ("no memory to compare" in printed) == fails
+        assert ("no memory to compare with" in printed) == fails
         assert "microbatches of" not in printed
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_comparison_leaves_no_gradient_also_of_parameters_beside_the_policy(
+    checkpoint, device, fails
+):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    cfg = starter.cfg_with(precision="float32")
+    optimizer = torch.optim.SGD([*policy.parameters(), device.beside])
+    memory.resume(SimpleNamespace(cfg=cfg, state={"max_tokens": 100}), optimizer)
+    device.n_tokens = 0 if fails else math.inf
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        opinion.numbers_of_rows(make_step(make_responses((9, 4))), policy, None, cfg)
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
 
 
 def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
