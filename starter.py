@@ -494,7 +494,7 @@ def no_reward(response_text, problem):
 
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
-    What a reward raises gets a note with the response and its problem."""
+    What a reward raises, unless it is async, gets a note with the response and its problem."""
     all_ids = []
     for response in responses:
         # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
@@ -517,7 +517,7 @@ def score(responses, problems, tokenizer, reward):
     support = find_support()
     if support:
         values = support.awaited(values)  # where the reward is async: all at once
-    values = [math.nan if value is None else value for value in values]
+    values = [math.nan if value is None else float(value) for value in values]
     return texts, torch.tensor(values, dtype=torch.float64)
 
 

@@ -178,9 +178,9 @@ def test_comparison_leaves_no_gradient_also_of_parameters_beside_the_policy(
     checkpoint, device, fails
 ):
     policy, _ = starter.init_policy(checkpoint, "cpu")
-    cfg = starter.cfg_with(precision="float32")
+    cfg = starter.cfg_with(precision="float32", max_tokens_per_microbatch=1000)
     optimizer = torch.optim.SGD([*policy.parameters(), device.beside])
-    memory.resume(SimpleNamespace(cfg=cfg, state={"max_tokens": 100}), optimizer)
+    memory.resume(SimpleNamespace(cfg=cfg, state={}), optimizer)
     device.n_tokens = 0 if fails else math.inf
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         opinion.numbers_of_rows(make_step(make_responses((9, 4))), policy, None, cfg)

@@ -361,3 +361,11 @@ def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         starter.main(**settings(checkpoint, tmp_path, reward=reward))
     assert cancelled.wait(10)
+
+
+def test_reward_of_several_numbers_is_refused_without_support_too(monkeypatch):
+    """As a table it would be taken for the rewards of several responses."""
+    monkeypatch.setattr(starter, "find_support", lambda: None)
+    responses = [Response([5], [6, 1], [0.0, 0.0], True)] * 2
+    with pytest.raises(TypeError, match="float"):
+        starter.score(responses, [{"prompt": "a"}], make_tokenizer(), lambda *_: (1.0, 0.0))
