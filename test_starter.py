@@ -31,6 +31,7 @@ from conftest import (
     make_responses,
     make_step,
     make_tokenizer,
+    of_the_shipped_loss,
     often_equal,
     scalars,
     settings,
@@ -526,7 +527,7 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
         ([[3.0, 4.0], [5.0, 6.0]], [[0, 0, 3, 4], [5, 0, 0, 0]]),
     ):
         batch = starter.make_batch(responses, torch.tensor(advantages), "cpu")
-        found = {name: tensor.tolist() for name, tensor in batch.items()}
+        found = {name: batch[name].tolist() for name in [*expected, "advantages"]}
         assert found == {**expected, "advantages": laid_out}
     for width in (1, 3, 4):
         with pytest.raises(InputError, match=f"for {width} tokens of each .* longest has 2; give"):
@@ -777,6 +778,7 @@ def step_with_equal_groups():
     return batch
 
 
+@of_the_shipped_loss
 def test_rows_without_an_advantage_are_left_out_where_they_have_no_gradient(path):
     """They have one in the KL term. Where no row has an advantage all stay, for the log."""
     policy, ref_model = make_models()
@@ -797,6 +799,7 @@ def test_rows_without_an_advantage_are_left_out_where_they_have_no_gradient(path
     assert with_gradient(equal, policy, None, cfg_with()) is equal
 
 
+@of_the_shipped_loss
 @pytest.mark.parametrize(
     "name, has_part",
     [

@@ -24,6 +24,7 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 if starter.find_support():  # names of its tasks, presets and KL rules are known to every test
     from support import edits, report
+    from support.rows import LOSS
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,12 @@ def plain_functions_before_and_after(monkeypatch):  # which ends later than this
 def needs_vllm(test):
     is_missing = not importlib.util.find_spec("vllm")
     return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))
+
+
+def of_the_shipped_loss(test):
+    """Rows without a gradient are left out unless you have edited something of the loss."""
+    is_edited = not edits.is_shipped(*LOSS)
+    return pytest.mark.skipif(is_edited, reason="the loss of starter.py is edited")(test)
 
 
 def make_tokenizer():

