@@ -966,6 +966,7 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
     assert of(result, "train/ratio_mean")[0] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_mechanic_and_schedule_may_be_lambdas_of_a_program(checkpoint, tmp_path, path, monkeypatch):
     """A mechanic may call the one before. Python gives no whole statement as their source."""
     shipped = starter.clip_gradient

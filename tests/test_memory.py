@@ -147,6 +147,7 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device, 
     assert microbatches[0].keys() == whole[0].keys() | {"old_log_probs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_th", [1, 2])  # with the functions of support/, and without
 def test_lack_of_memory_while_support_is_compared_changes_nothing(
     checkpoint, tmp_path, capsys, monkeypatch, n_th

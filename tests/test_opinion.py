@@ -88,7 +88,11 @@ def assert_alone_from_here_on(given, folder, checkpoint, tmp_path, monkeypatch):
         assert last == {step: expected[name][step] for step in last}, name
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = "log-probs times 1.001"
+SLOW = [pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS if fault != QUICK]
+
+
+@pytest.mark.parametrize("fault", [QUICK, *SLOW])
 def test_fault_is_found_and_the_run_goes_on_as_starter_py_alone(
     fault, checkpoint, tmp_path, monkeypatch, now, capsys
 ):
@@ -103,6 +107,7 @@ def test_fault_is_found_and_the_run_goes_on_as_starter_py_alone(
     assert_alone_from_here_on(given, folder, checkpoint, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_soft_cap_that_is_left_out_is_found_when_logits_have_grown(
     tmp_path, monkeypatch, now, capsys
 ):
@@ -156,6 +161,7 @@ def test_reference_whose_own_forward_pass_is_not_called_is_found_at_once(
     assert "it never fitted." in printed
 
 
+@pytest.mark.slow
 def test_run_that_was_put_aside_stays_so_after_a_resume(
     checkpoint, tmp_path, monkeypatch, now, capsys
 ):
@@ -169,6 +175,7 @@ def test_run_that_was_put_aside_stays_so_after_a_resume(
     assert "token_statistics" not in edits.replaced_names()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_healthy_run_is_never_put_aside(checkpoint, tmp_path, precision, capsys):
     """Also where the file is edited, which is compared in step 2 as well."""
@@ -178,6 +185,7 @@ def test_healthy_run_is_never_put_aside(checkpoint, tmp_path, precision, capsys)
     assert "token_statistics" in printed and "repeated" not in printed
 
 
+@pytest.mark.slow
 def test_what_is_compared_changes_neither_gradients_nor_random_numbers(checkpoint, tmp_path):
     """With and without the comparison a run has the same bits."""
     steps = opinion.STEPS
