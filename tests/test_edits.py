@@ -512,12 +512,15 @@ def train(starter, checkpoint, folder, **changes):
         steps[-1].setdefault("first_weights", weights)  # of the first epoch
         steps[-1].update(weights=weights, gradient=gradient_of(policy))
 
+    def keep_responses(responses, *others):
+        steps[-1].setdefault("responses", responses)  # an edit may make another batch later on
+
     def keep_rewards(rewards, *others):
         steps.append({"rewards": rewards.tolist()})
 
     at_each_call(starter, "rollout", keep_policy)
     at_each_call(starter, "compute_group_normalized_advantages", keep_rewards)
-    at_each_call(starter, "make_batch", lambda responses, *_: steps[-1].update(responses=responses))
+    at_each_call(starter, "make_batch", keep_responses)
     at_each_call(starter, "clip_gradient", keep_gradient)
     given = {"n_train_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0, **changes}
     given = settings(checkpoint, folder, **given)

@@ -258,7 +258,7 @@ def half_for_a_wrong_answer(starter, given, printed):
 
 STEP = "        # 1. Sample a group of responses"
 NOISE = """\
-            for parameter in trained:
+            for parameter in trainable:
                 parameter.grad += 1e-3 * torch.randn(parameter.shape)
             sums["grad_norm"] = clip_gradient"""
 TWO_OPTIMIZERS = """\
@@ -376,10 +376,9 @@ EDITS = dict(
     ),
     scheduler_of_torch=Edit(
         {
-            "    state = run.state\n    controller": """\
+            "    controller = KLController(": """\
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
-    state = run.state
-    controller""",
+    controller = KLController(""",
             "            scaler.update()": """\
             scheduler.step()
             scaler.update()""",
