@@ -1298,7 +1298,7 @@ def check_can_be_saved(value, name="run.state"):
     """Raises InputError for what could not be read back from a checkpoint, which holds dicts,
     lists, numbers, texts and tensors, and no code."""
     parts = []
-    if type(value) is dict:
+    if isinstance(value, dict):
         parts = value.items()
     elif type(value) in (list, tuple):
         parts = enumerate(value)
