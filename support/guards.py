@@ -100,8 +100,10 @@ class Guards:
         self.look("the log of more numbers", self.log_step, step, metrics)
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
         self.look("the warnings of steps", self.warn, *signs)
-        self.signal = max(ranks.gather([self.signal]))
-        return self.signal > 0
+        asked = max(ranks.gather([self.signal]))
+        if asked:  # 0 would undo a signal that came while they gathered; the next step sees it
+            self.signal = asked
+        return asked > 0
 
     def after_evaluation(self, step, metrics, samples):
         self.look("the log of evaluations", self.log_evaluation, step, metrics, samples)

@@ -136,6 +136,23 @@ def test_second_signal_or_one_in_the_first_evaluation_acts_at_once(watch, monkey
     assert handlers() == shipped
 
 
+def test_signal_that_comes_while_processes_gather_ends_the_run_after_the_next_step(
+    watch, monkeypatch
+):
+    monkeypatch.setattr(starter, "train", train)
+    guard = watch()
+
+    def gather(signals):
+        if signals == [0]:
+            train(signal.SIGTERM)
+        return signals
+
+    monkeypatch.setattr(guards.ranks, "gather", gather)
+    assert not guard.after_step(4, FINE, *STEP_DATA)
+    monkeypatch.undo()
+    assert guard.after_step(5, FINE, *STEP_DATA)
+
+
 def test_run_in_another_thread_leaves_signals_alone_also_after_one_that_failed(
     checkpoint, tmp_path
 ):
