@@ -45,15 +45,18 @@ import ast
 import copy
 import difflib
 import functools
-import glob
 import importlib.util
 import inspect
+import io
 import json
 import math
+import pickle
 import random
 import re
+import shutil
 import sys
 import time
+import unicodedata
 import zlib
 from datetime import datetime
 from fractions import Fraction
@@ -62,8 +65,10 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_flatten
 
 
 class InputError(ValueError):
@@ -101,25 +106,44 @@ def is_held_out(*key):
     return zlib.crc32(repr(key).encode()) % 4 == 0
 
 
+def read_jsonl(text, path):
+    """The text of a file -> ("line 1", what it holds) for each line that is not blank."""
+    for n, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {n} is no JSON ({error}); mend it") from error
+        yield f"line {n}", row
+
+
 def read_problems(path):
-    """A JSONL file -> its problems. "prompt" is a text or a list of chat messages, "answer" a text
-    or a number. Other keys stay in the problem, for a reward of your own."""
+    """A JSONL file -> its problems. "prompt" is a text or a list of chat messages, "answer" a text,
+    a number, or a list of right answers. Other keys stay, for a reward of your own."""
     support = find_support()
     if support:  # other kinds of files and data sets too, with the same two keys in the end
         rows = support.read_rows(path)
     else:
-        lines = Path(path).read_text("utf-8-sig").split("\n")
-        rows = (json.loads(line) for line in lines if line.strip())
+        rows = read_jsonl(Path(path).read_text("utf-8-sig"), path)
     problems = []
-    try:
-        for row in rows:
-            problems.append({**row, "prompt": row["prompt"], "answer": row["answer"]})
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path}, problem {len(problems) + 1} is no JSON object with 'prompt' and 'answer' "
-            f"({error!r}); mend its line"
-        ) from error
+    for place, row in rows:
+        if not isinstance(row, dict) or not {"prompt", "answer"} <= row.keys():
+            raise InputError(
+                f"{path}, {place} is no JSON object with 'prompt' and 'answer'; mend it"
+            )
+        problems.append(row)
     return problems
+
+
+def each_prompt_once(problems):
+    """Returns the first problem of each prompt. Repeated ones would count as more evidence."""
+    first = {}
+    for problem in problems:
+        first.setdefault(repr(problem["prompt"]), problem)
+    if len(first) < len(problems):
+        print(f"{len(first)} of {len(problems)} held-out prompts differ: each is asked once")
+    return list(first.values())
 
 
 def problems_of_files(cfg):
@@ -130,6 +154,7 @@ def problems_of_files(cfg):
     else:
         held_out = [problem for problem in problems if is_held_out(problem["prompt"])]
         problems = [problem for problem in problems if not is_held_out(problem["prompt"])]
+    held_out = each_prompt_once(held_out)
     if len(held_out) > cfg.n_eval_problems:  # a fixed sample: a file may be sorted by difficulty
         held_out = random.Random(0).sample(held_out, cfg.n_eval_problems)
     return problems, held_out
@@ -185,19 +210,28 @@ def init_policy(model_id, device):
         )
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises over files that others wrote
+        is_folder = "" if Path(model_id).is_dir() else "is no folder, and "
         raise InputError(
-            f"{str(model_id)!r} cannot be loaded ({' '.join(str(error).split()):.300}); give a "
-            "folder written by save_pretrained, or a Hugging Face name"
+            f"{str(model_id)!r} {is_folder}cannot be loaded ({' '.join(str(error).split()):.300}); "
+            "give a folder written by save_pretrained, or a Hugging Face name"
         ) from error
     if loading["missing_keys"]:  # transformers would give random numbers to them
         raise InputError(
             f"{str(model_id)!r} cannot be loaded: it holds no weights for "
             f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
         )
+    if loading["unexpected_keys"]:
+        unread = sorted(loading["unexpected_keys"])
+        print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
+    if hasattr(policy.config, "quantization_config"):
+        raise InputError(
+            f"{str(model_id)!r} holds quantised weights, which cannot be trained and saved; give "
+            "the checkpoint from which it was made"
+        )
     make_logits_float32(policy)
     support = find_support()
-    if support:
-        support.mend_model(policy, tokenizer)  # what is odd in some models and tokenizers
+    if support:  # what is odd in some models and tokenizers
+        support.mend_model(policy, tokenizer, loading["unexpected_keys"])
     return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
@@ -230,19 +264,41 @@ def find_stop_tokens(policy, tokenizer):
     return sorted({*stop_tokens, tokenizer.eos_token_id} - {None})
 
 
-def ids_of_prompt(prompt, tokenizer, enable_thinking):
-    """A text or chat messages -> token ids, in the tokenizer's chat template if it has one."""
-    if tokenizer.chat_template is None:
-        ids = tokenizer(prompt)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id:  # some put EOS behind each text
-            ids = ids[:-1]
-        return ids
+def begun_answer(problem):
+    """Returns the assistant's words at the end of a chat, where the response goes on, or ""."""
+    prompt = problem.get("prompt")
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        return prompt[-1]["content"]
+    return ""
+
+
+def text_of_prompt(problem, tokenizer, enable_thinking):
+    """A problem's prompt, a text or chat messages -> its text in the tokenizer's chat template,
+    which is also told the problem's "tools" and "chat_template_kwargs"."""
+    prompt = problem["prompt"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(
-        prompt, enable_thinking=enable_thinking, tokenize=False, add_generation_prompt=True
+    goes_on = begun_answer(problem) != ""
+    options = {"enable_thinking": enable_thinking, **problem.get("chat_template_kwargs", {})}
+    return tokenizer.apply_chat_template(
+        prompt,
+        tools=problem.get("tools"),
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        **options,
     )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def ids_of_prompt(problem, tokenizer, enable_thinking):
+    """A problem's prompt -> token ids, in the tokenizer's chat template if it has one."""
+    if tokenizer.chat_template is not None:
+        text = text_of_prompt(problem, tokenizer, enable_thinking)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(problem["prompt"])["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some put EOS behind each text
+        ids = ids[:-1]
+    return ids
 
 
 def with_prompt_ids(problems, policy, tokenizer, cfg):
@@ -255,7 +311,7 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
     fitting = []
     for problem in problems:
         try:
-            ids = ids_of_prompt(problem["prompt"], tokenizer, cfg.enable_thinking)
+            ids = ids_of_prompt(problem, tokenizer, cfg.enable_thinking)
         except Exception as error:  # whatever others' templates raise
             raise InputError(
                 f"no prompt for this tokenizer can be made of {problem['prompt']!r:.200} "
@@ -290,9 +346,10 @@ class Response(NamedTuple):
 
 def seed_for(cfg, purpose):
     """Returns the seed of a step or other purpose, such as "evaluate". Also seeds the generators of
-    random and torch with it, for rewards that draw numbers."""
+    random, numpy and torch with it, for rewards that draw numbers."""
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
+    numpy.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
@@ -424,21 +481,25 @@ def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Reward.  In: a response's text and its problem. Out: a number; 1 or more counts as solved.
+# 4. Reward.  In: a response's text and its problem. Out: a number; from SOLVED on it is solved.
 
 # reward_fn, at the end of these helpers, is the one to change.
 
-# "-12", "1,234.50" and ".5" are numbers; "007", "1/2" and "1,2" are texts
-NUMBER = re.compile(r"-?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)", re.ASCII)
+SOLVED = 1 - 1e-6  # a sum of weights such as 0.6 + 0.3 + 0.1 is just below 1
+
+# "-12", "+5", "1,234.50", ".5" and "1e-05" are numbers; "007", "1/2" and "1,2" are texts
+NUMBER = re.compile(
+    r"[+-]?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)(?:e[+-]?\d{1,3})?", re.ASCII
+)
 
 
 def normalized_answer(text):
     """Returns the number that a text is, also with a currency sign or % ("$5", "5 %"), or the text
-    without differences of case and spaces."""
-    text = " ".join(text.replace("\u2212", "-").split())  # a typographical minus
-    text = text.casefold().removesuffix(".")
-    number = re.sub(r"^(-?)[$\u20ac\u00a3]|(?<=\d) ?[%$\u20ac\u00a3]$", r"\1", text, count=1)
-    if len(text) <= 100 and NUMBER.fullmatch(number):
+    without differences of case, spaces, and how an accent is written."""
+    text = unicodedata.normalize("NFC", text).replace("\u2212", "-")  # a typographical minus
+    text = " ".join(text.split()).casefold().removesuffix(".")
+    number = re.sub(r"^(-?)[$\u20ac\u00a3]", r"\1", text).rstrip("%$\u20ac\u00a3 ")
+    if len(number) <= 100 and NUMBER.fullmatch(number):
         return Fraction(number.replace(",", ""))
     return text
 
@@ -461,11 +522,14 @@ def last_number(text):
 
 
 def is_right(answer, problem):
-    """Whether an answer is problem["answer"]. A task may judge by itself, as Countdown does, where
-    many answers are right: its problems bring a function (answer, problem) -> bool."""
+    """Whether an answer is problem["answer"], or one of a list. A task may judge by itself, as
+    Countdown does: its problems bring a function (answer, problem) -> bool."""
     if "is_right" in problem:
         return problem["is_right"](answer, problem)
-    return same_answer(answer, str(problem["answer"]))
+    right = problem["answer"]
+    if not isinstance(right, list):
+        right = [right]
+    return any(same_answer(answer, str(gold)) for gold in right)
 
 
 def score_answer(response_text, problem):
@@ -494,21 +558,24 @@ def no_reward(response_text, problem):
 
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
-    What a reward raises, unless it is async, gets a note with the response and its problem."""
+    Where a prompt ends with words of the assistant, the text begins with these. What a reward
+    raises, unless it is async, gets a note with the response and its problem."""
     all_ids = []
     for response in responses:
         # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
         n_stop = int(response.finished)
         all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
-    texts = tokenizer.batch_decode(all_ids)
+    texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
     group_size = len(responses) // len(problems)
+    texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
     takes_response = "response" in inspect.signature(reward).parameters
     values = []
     for i, text in enumerate(texts):
         problem = problems[i // group_size]
         more = {"response": responses[i]} if takes_response else {}
         try:
-            values.append(reward(text, problem, **more))
+            with torch.enable_grad():  # afterwards on again, if the reward turns it off
+                values.append(reward(text, problem, **more))
         except Exception as error:
             error.add_note(
                 f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}"
@@ -1018,7 +1085,7 @@ def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     reward = reward or cfg.reward or reward_fn
     texts, rewards = by_first_process(score, responses, problems, tokenizer, reward)
     metrics = {
-        "solved": (rewards >= 1).float().mean().item(),
+        "solved": (rewards >= SOLVED).float().mean().item(),
         "reward_mean": rewards.nanmean().item(),  # nan: not scored
         "response_length": fmean(len(response.response_ids) for response in responses),
     }
@@ -1029,7 +1096,7 @@ def solved_by_skill(samples):
     """Samples of other skills -> {"retention_<skill>": the share that is solved}."""
     solved = {}
     for problem, _, reward in samples:
-        solved.setdefault(f"retention_{problem['skill']}", []).append(reward >= 1)
+        solved.setdefault(f"retention_{problem['skill']}", []).append(reward >= SOLVED)
     return {name: fmean(solved[name]) for name in sorted(solved)}
 
 
@@ -1037,11 +1104,12 @@ def log_train(run, step, metrics):
     """Writes the metrics of a step to TensorBoard, and a line to the console."""
     run.log("train", metrics, step)
     steps_left = run.cfg.n_train_steps - step
+    minutes = math.ceil(steps_left * metrics["time/total"] / 60)
     line = (
         f"Step {step}/{run.cfg.n_train_steps} | Reward: {metrics['reward_mean']:.3f} "
         f"| Equal: {metrics['frac_zero_std']:.0%} | Length: {metrics['response_length']:.1f} "
         f"| Grad norm: {metrics['grad_norm']:.3f} | {metrics['time/total']:.2f} s, "
-        f"{steps_left * metrics['time/total'] / 60:.0f} min left"
+        f"{minutes} min left"
     )
     if "kl_penalty" in metrics:
         line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
@@ -1294,35 +1362,56 @@ def load_checkpoint(policy, optimizer, saved):
 # 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
 
 
-def check_can_be_saved(value, name="run.state"):
-    """Raises InputError for what could not be read back from a checkpoint, which holds dicts,
-    lists, numbers, texts and tensors, and no code."""
-    parts = []
-    if isinstance(value, dict):
-        parts = value.items()
-    elif type(value) in (list, tuple):
-        parts = enumerate(value)
-    elif value is not None and type(value) not in (bool, int, float, str, torch.Tensor):
+def check_can_be_saved(state):
+    """Raises InputError for what could not be read back from a checkpoint, which holds no code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
         raise InputError(
-            f"{name} is a {type(value).__name__}, which cannot be read back from a checkpoint; "
-            "keep dicts, lists, numbers, texts and tensors in run.state alone"
+            "run.state cannot be read back from a checkpoint: keep dicts, lists, numbers, texts "
+            f"and tensors in it alone ({error!s:.300})"
+        ) from error
+
+
+def check_room(folder, content):
+    """Raises RunStopped if the tensors in these dicts and lists are larger than the disk's room."""
+    sizes = [x.nbytes for x in tree_flatten(content)[0] if isinstance(x, torch.Tensor)]
+    needed = sum(sizes) / 1e9
+    free = shutil.disk_usage(folder).free / 1e9
+    if needed > free:
+        raise RunStopped(
+            f"{needed:.3g} GB are to be written into {folder}, and {free:.3g} GB are free; make "
+            f"room, and add --resume {folder}"
         )
-    for key, part in parts:
-        check_can_be_saved(part, f"{name}[{key!r}]")
 
 
 def folder_of_run(cfg):
     """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
-    InputError if there is none."""
+    InputError if there is none, or no new one can be made."""
+    out_dir = Path(cfg.out_dir).absolute()
     if not cfg.resume:
+        there = next(path for path in (out_dir, *out_dir.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(
+                f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
+                "into; give another"
+            )
         return Path(cfg.out_dir) / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
-    folder = cfg.resume
-    if folder is True:
-        folder = f"{cfg.out_dir}/*"
-    found = glob.glob(f"{folder}/settings.json")
+    found = list(out_dir.glob("*/settings.json"))
+    if cfg.resume is not True:
+        found = [Path(cfg.resume, "settings.json")]
+    found = [path for path in found if path.is_file()]
     if not found:
-        raise InputError(f"resume: {folder} is no folder of a run; give one")
-    return Path(max(found)).parent  # the newest, by its name
+        raise InputError(f"resume: {cfg.resume} is no folder of a run; give one")
+    return max(found, key=os.path.getmtime).parent  # the one that was begun last
+
+
+def text_of_settings(cfg):
+    """Settings -> JSON, in which the same function is always the same text."""
+    return re.sub(" at 0x[0-9a-f]+", "", json.dumps(vars(cfg), default=str, indent=1))
 
 
 class Run:
@@ -1345,6 +1434,11 @@ class Run:
         """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
         from torch.utils.tensorboard import SummaryWriter
 
+        if hasattr(policy, "_orig_mod"):
+            raise InputError(
+                "torch.compile(policy) returns another model, whose weights have other names; "
+                "write policy.compile() instead"
+            )
         try:
             checkpoint_of(policy, optimizer)
         except Exception as error:
@@ -1363,8 +1457,7 @@ class Run:
             # What was logged after the checkpoint is dropped, since it will be logged again.
             next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
             self.writer = SummaryWriter(self.folder, purge_step=next_step)
-            settings = json.dumps(vars(self.cfg), default=str, indent=1)
-            (self.folder / "settings.json").write_text(settings, "utf-8")
+            (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
 
     def log(self, kind, metrics, step):
         """Writes {name: number} to TensorBoard, under kind/ where a name has no kind of its own."""
@@ -1379,12 +1472,17 @@ class Run:
         content = {**checkpoint_of(policy, optimizer), "state": self.state}
         if not self.writes_files:
             return
+        check_room(self.folder, content)
         self.writer.flush()
         unfinished = self.folder / "unfinished"
-        with open(unfinished, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(unfinished, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            unfinished.unlink()
+            raise
         unfinished.replace(self.folder / f"checkpoint_{self.state['step']:08d}.pt")
         for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             path.unlink()
@@ -1682,14 +1780,18 @@ def main(
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
     cfg = SimpleNamespace(**locals())
+    if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
+        sys.stdout.reconfigure(errors="replace")
     support = find_support()
     # What support/ does here: it checks kind and range of each setting, and chooses preset="auto"
     if support:
         support.check_settings(cfg)
+    elif model_id is None or task is None:
+        raise InputError("support/ is not here, so give --model_id ID --task FILE.jsonl")
     else:
         print(
-            "support/ is not here, so give --model_id ID --task FILE.jsonl; without it a run is "
-            "slower, needs more memory, and has no LoRA, no warnings and no report"
+            "support/ is not here: a run is slower, needs more memory, and has no LoRA, no "
+            "warnings and no report"
         )
     apply_preset(cfg)
     choose_device(cfg)
@@ -1705,10 +1807,11 @@ def main(
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
     problems = Problems(*[with_prompt_ids(part, policy, tokenizer, cfg) for part in problems])
     if not problems.train or not problems.held_out:
+        n_different = len({repr(problem["prompt"]) for problem in problems.train})
         raise InputError(
-            f"task = {cfg.task!r} has {len(problems.train)} prompts to train on, "
-            f"{len(problems.held_out)} held out; give more or shorter ones, an eval_file, or a "
-            "lower max_new_tokens"
+            f"task = {cfg.task!r} has {len(problems.train)} prompts to train on ({n_different} "
+            f"different ones), {len(problems.held_out)} held out; give more different or shorter "
+            "ones, an eval_file, or a lower max_new_tokens"
         )
     ref_model = None
     if cfg.ref_model_id:
@@ -1753,6 +1856,7 @@ def main(
     # Save the model, and report.
     weights = dict(weights_by_name(policy))
     if run.writes_files:
+        check_room(run.folder, weights)
         policy.save_pretrained(run.folder / "model", state_dict=weights)
         tokenizer.save_pretrained(run.folder / "model")
     result = {
@@ -1880,7 +1984,8 @@ def value_of(text):
 
 def settings_from(arguments):
     """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main(). A
-    name may be cut short, as in --learning 1e-5."""
+    name may have dashes, and be cut short, as in --learning 1e-5. A parameter whose default is a
+    text gets a text: --run_name 5 is "5"."""
     if "--help" in arguments:
         print(inspect.getsource(main).split("\n):")[0])
         raise SystemExit
@@ -1888,10 +1993,21 @@ def settings_from(arguments):
         usage="starter.py --name value ... (names: --help; TRL's names for them: docs/trl.md)",
         argument_default=argparse.SUPPRESS,
     )
-    for name in inspect.signature(main).parameters:
+    for name, default in vars(cfg_with()).items():
+        kind = str if isinstance(default, str) else value_of
         # Without a value it is True, as in --use_kl_penalty
-        parser.add_argument(f"--{name}", type=value_of, nargs="?", const=True)
-    return vars(parser.parse_args(arguments))
+        parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
+    with_underscores = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+        with_underscores.append(name + equals + value)
+    settings, unknown = parser.parse_known_args(with_underscores)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))
+        parser.error(f"{unknown[0]} is not known; near it: {near}")
+    return vars(settings)
 
 
 if __name__ == "__main__":
@@ -1902,5 +2018,8 @@ if __name__ == "__main__":
         main(**settings)
     except (InputError, RunStopped, FileNotFoundError, PermissionError) as error:
         raise SystemExit(f"starter.py stopped: {error}")
+    except BrokenPipeError:
+        sys.stdout = sys.stderr  # what was piped into is gone, as after `| head`
+        raise SystemExit("starter.py stopped: nobody reads its log any more")
     except KeyboardInterrupt:
         raise SystemExit(130)

@@ -121,7 +121,7 @@ def train_with_trl(settings, rows):
     model = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     cfg.stop_token_ids = starter.find_stop_tokens(model, tokenizer)
-    problems, held_out = starter.load_problems(cfg)
+    problems, held_out, _ = starter.load_problems(cfg)
     held_out = starter.with_prompt_ids(held_out, model, tokenizer, cfg)
     log = {"time/total": [], "eval/solved": []}
 

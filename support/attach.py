@@ -31,6 +31,7 @@ def check(run):
     guards.lock(run)
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.ref_model_id, cfg.task, cfg.eval_file)
+    rules.check_config(cfg)
     if ranks.WORLD == 1:
         memory.check_fits(cfg)
     if cfg.engine == "vllm" or cfg.device.type == "cuda":

@@ -306,12 +306,14 @@ FUNCTIONS = {"start_decoding": start_decoding, "token_statistics": token_statist
 
 
 def made_up_responses(prompts, policy, max_new_tokens):
-    """Returns a Response to each prompt. Rows are as long as any of the run can become, so that
-    they exceed a sliding window if any does; their ends are scored."""
+    """Returns a Response to each prompt. Rows are as long as any of the run can become, or as there
+    is memory for all of their logits; their ends are scored."""
     n = min(max_new_tokens, 64)
+    most = starter.LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
     responses = []
     for prompt_ids in prompts:
         [ids] = models.longest_row(policy, prompt_ids, max_new_tokens).tolist()
+        ids = ids[: max(len(prompt_ids) + 2, most)]
         responses.append(starter.Response(ids[:-n], ids[-n:], [0.0] * n, False))
     return responses
 
@@ -352,8 +354,22 @@ def check_fit(policy, problems, cfg):
         if not error <= 1e-3:
             raise DoesNotFit(f"its {name} differs by {error:.1%}")
     row = models.longest_row(policy, prompts[-1], cfg.max_new_tokens)
+    if not reads_long_rows(policy, row):
+        raise DoesNotFit("it reads its longest rows otherwise")
     if not models.decodes_as_it_reads(start_decoding, policy, row, [*map(len, prompts)]):
         raise DoesNotFit("it decodes otherwise than it reads")
+
+
+@torch.no_grad()
+def reads_long_rows(policy, ids):
+    """Whether log-probs at the end of (1, L) ids are those of the model's own forward pass."""
+    columns = models.last_columns(ids.shape[1] - 1)
+    rows = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    rows["response_mask"] = torch.zeros_like(rows["labels"], dtype=torch.bool)
+    rows["response_mask"][:, columns] = True
+    ours = token_statistics(policy, rows, 1.0)["log_probs"][0, columns]
+    whole = models.log_probs(policy, ids, columns)
+    return not models.differ(ours, whole.gather(1, ids[0, 1:][columns, None])[:, 0])
 
 
 def is_fault_of_support(error):

@@ -59,6 +59,7 @@ class Guards:
         self.optimizer = optimizer
         self.signal = 0  # the number of the first one that this process got
         self.ended = set()  # what looked on until it failed
+        self.said = []  # the signs of the last evaluation that were warned of
         lock(run)
         if run.writes_files:
             shutil.copyfile(
@@ -107,7 +108,8 @@ class Guards:
 
     def after_evaluation(self, step, metrics, samples):
         self.look("the log of evaluations", self.log_evaluation, step, metrics, samples)
-        signs = evaluation_signs, metrics, self.run.state
+        self.said.clear()
+        signs = evaluation_signs, metrics, self.run.state, step, self.run.cfg
         self.look("the warnings of evaluations", self.warn, *signs)
 
     def warn(self, signs_of, *arguments):
@@ -117,6 +119,14 @@ class Guards:
             if sign not in warned:
                 print(f"Warning: {text}")
                 warned.append(sign)
+                self.said.append(sign)
+
+    def warn_at_the_end(self, metrics):
+        """Prints again what was warned of before, and is still so."""
+        state = self.run.state
+        for sign, text in evaluation_signs(metrics, state, state["step"], self.run.cfg):
+            if sign not in self.said:
+                print(f"Warning: {text}")
 
     def log_evaluation(self, step, metrics, samples):
         numbers = {"0_headline/solved": metrics["solved"]}
@@ -148,6 +158,7 @@ class Guards:
         if hasattr(self.optimizer, "state"):  # room for a second model
             self.optimizer.state.clear()
         report.report(result, self.policy, self.ref_model, llm, problems, run)
+        self.look("the warnings at the end", self.warn_at_the_end, result["after"])
         edits.restore()
         close()
         if self.signal and run.state["step"] < run.cfg.n_train_steps:
@@ -166,6 +177,7 @@ def count_in_a_row(state, name, happens):
 def update_state(metrics, state):
     """Keeps what warnings and the report need of earlier steps."""
     count_in_a_row(state, "n_equal", metrics["frac_zero_std"] == 1)  # which teach nothing
+    state["kl_per_token"] = metrics.get("kl_per_token")
     is_finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
     # An overflow of fp16 is none of those that are skipped: the next loss is scaled less
     is_scaled = math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1
@@ -187,7 +199,13 @@ def step_signs(step, metrics, problems, texts, state, cfg):
             starter.check_sampler(metrics["sampler_logprob_diff"], step, 0.0, cfg)
         except starter.RunStopped as error:
             yield "sampler", str(error)
-    if metrics["grad_norm"] == 0 and n_equal == 0:
+    if metrics.get("unscored_frac") == 1:
+        yield (
+            "unscored",
+            f"step {step}: the reward scored none of the {cfg.rollout_batch_size} responses: it "
+            "returned None or nan for each, so that nothing is learnt",
+        )
+    elif metrics["grad_norm"] == 0 and n_equal == 0:
         yield (
             "cut gradient",
             f"step {step}: the gradient is 0 although rewards differ, so the weights stay as they "
@@ -216,9 +234,19 @@ def step_signs(step, metrics, problems, texts, state, cfg):
         )
 
 
-def evaluation_signs(metrics, state):
+def evaluation_signs(metrics, state, step, cfg):
     """Yields (sign, text) of what is wrong at an evaluation."""
     first = state["before"] or metrics
+    rise = metrics["reward_mean"] - first["reward_mean"]
+    if cfg.use_kl_penalty and not cfg.ref_model_id and step >= 30 and rise < 0.1:
+        kl = state["kl_per_token"]
+        if kl < 0.05:
+            yield (
+                "held",
+                f"after {step} steps the reward has risen by {rise:.2f}, and the policy is only "
+                f"{kl:.2g} nats per token from where it started: the KL penalty may hold it "
+                f"there; lower kl_coef = {cfg.kl_coef:g}, for example to a tenth",
+            )
     lost = [
         f"{name.removeprefix('retention_')} from {first[name]:.0%} to {value:.0%}"
         for name, value in metrics.items()

@@ -26,7 +26,10 @@ def layers_to_adapt(policy):
         if module not in layers or uses[id(module.weight)] > 1:
             continue
         n_inputs = getattr(module, "in_features", len(module.weight))  # a Conv1D has no such name
-        outputs = module(module.weight.new_zeros(1, n_inputs))
+        try:
+            outputs = module(module.weight.new_zeros(1, n_inputs))
+        except Exception:  # a subclass that takes other inputs, as grouped layers do
+            outputs = None
         parent, _, own_name = name.rpartition(".")
         code = inspect.getsource(type(policy.get_submodule(parent)))
         is_read = re.search(rf"self\.{own_name}\.weight(?!\.(dtype|device))", code)

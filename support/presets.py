@@ -1,5 +1,6 @@
 """Presets beside the one of starter.py, and which one preset="auto" is; numbers in presets.yaml."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -24,7 +25,16 @@ def choose(cfg):
     elif cfg.model_id in (None, "tiny"):
         cfg.preset = "tiny"
     else:
-        cfg.preset = "qwen3-1.7b"
+        cfg.preset = preset_of_run(cfg.model_id) or "qwen3-1.7b"
+
+
+def preset_of_run(model_id):
+    """Returns the preset of the run that saved this model, or None if none did."""
+    settings = Path(model_id).with_name("settings.json")
+    if Path(model_id).name != "model" or not settings.is_file():
+        return None
+    preset = json.loads(settings.read_text("utf-8")).get("preset")
+    return preset if preset in starter.PRESETS else None
 
 
 def choose_for_gpu(cfg):

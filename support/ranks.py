@@ -11,9 +11,11 @@ import atexit
 import datetime
 import functools
 import os
+import socket
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,19 @@ def join(run):
             atexit.register(dist.destroy_process_group)
     run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
+    if cfg.resume:
+        check_checkpoints(run)
+
+
+def check_checkpoints(run):
+    """Raises InputError where machines without a disk in common see other checkpoints."""
+    newest = max(run.folder.glob("checkpoint_*.pt"), default=Path("none"))
+    seen = dict(gather([(socket.gethostname(), newest.name)]))
+    if len(set(seen.values())) > 1:
+        raise starter.InputError(
+            f"resume: the newest checkpoint in {run.folder} differs by machine: {seen}; copy that "
+            "folder to each of them, to the same place"
+        )
 
 
 def gather(items):

@@ -1,5 +1,6 @@
 """What is said and drawn of a finished run of starter.py. Nothing here changes the model."""
 
+import io
 from dataclasses import astuple
 
 import numpy
@@ -7,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import starter
-from support import fast, ranks
-from support.safely import safely
+from support import fast
+from support.safely import safely, write_whole
 
 
 def report(result, policy, ref_model, llm, problems, run):
@@ -36,7 +37,7 @@ def write_report(result, policy, ref_model, llm, problems, run):
             reference = "reference at the end"
         text = "\n".join(lines_of_report(result, nats, n, run, reference))
         print(text)
-        (run.folder / "report.txt").write_text(text + "\n", "utf-8")
+        write_whole(run.folder / "report.txt", f"{text}\n".encode())
 
 
 def lines_of_report(result, nats, n, run, reference):
@@ -50,9 +51,11 @@ def lines_of_report(result, nats, n, run, reference):
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
     yield (
         f"KL(policy || {reference}): "
-        f"{nats.mean():z.3f} nats per token, {nats.sum() / n:z.2f} nats per response\n"
-        f"what trained steps did to each token: {run.folder}/steps.html"
+        f"{nats.mean():z.3f} nats per token, {nats.sum() / n:z.2f} nats per response"
     )
+    yield f"in {run.folder}: report.txt, curve.png, and in steps.html what steps did to each token"
+    if run.cfg.lora_rank:
+        yield "adapters/ has LoRA's adapters alone, model/ the model with them"
 
 
 @torch.no_grad()
@@ -76,25 +79,33 @@ LIMIT_IN_16_BITS = 0.02  # where frozen_in_bf16 rounds the policy's weights
 
 
 @torch.no_grad()
+def last_log_probs(model, problem, precision):
+    """Returns the (n, V) log-probs at the last tokens of a problem's prompt, by the model's own
+    forward pass."""
+    ids = torch.tensor([problem["prompt_ids"]], device=model.device)
+    with starter.autocast(model.device, precision):
+        logits = model(input_ids=ids, use_cache=False).logits
+    return logits[0, -64:].float().log_softmax(dim=1)
+
+
 def check_saved_model(policy, problems, run):
-    """Raises RunStopped where the saved model is another than the policy. Both are asked by their
-    own forward pass, in float32: in bf16 an adapter beside a weight and one merged into it round
-    differently."""
-    ranks.gather([])  # when the first process has written it
-    path = run.folder / "model"
-    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(policy.device)
+    """Raises RunStopped where the saved model is another than the policy, in float32: in bf16 an
+    adapter beside a weight and one merged into it round differently. Of several processes all run
+    the policy, whose weights they divide, and the first one, which wrote the model, compares."""
     fast.attend_as_loaded(policy)
-    saved.set_attn_implementation(policy.config._attn_implementation)
     precision, limit = "float32", LIMIT
     if run.cfg.frozen_in_bf16:
         precision, limit = run.cfg.precision, LIMIT_IN_16_BITS
-    kl = 0.0
     some = problems.held_out[:8]
-    for problem in some:
-        ids = torch.tensor([problem["prompt_ids"]], device=policy.device)
-        with starter.autocast(policy.device, precision):
-            outputs = [model(input_ids=ids, use_cache=False) for model in (policy, saved)]
-        log_p, log_q = [x.logits[0].float().log_softmax(dim=1) for x in outputs]
+    of_policy = [last_log_probs(policy, problem, precision) for problem in some]
+    if not run.writes_files:
+        return
+    path = run.folder / "model"
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(policy.device)
+    saved.set_attn_implementation(policy.config._attn_implementation)
+    kl = 0.0
+    for problem, log_p in zip(some, of_policy):
+        log_q = last_log_probs(saved, problem, precision)
         kl += (log_p.exp() * (log_p - log_q)).sum(dim=1).mean().item() / len(some)
     if not kl < limit:  # nan, too
         raise starter.RunStopped(
@@ -140,20 +151,25 @@ def draw(run, n):
 
     run.writer.flush()
     log = EventAccumulator(str(run.folder)).Reload()
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    panels = figure.subplots(3, sharex=True)
-    for panel, unit in zip(panels, PANELS):
+    tags_of_panel = {}
+    for unit, beginnings in PANELS.items():
+        tags = [tag for tag in log.Tags()["scalars"] if tag.startswith(beginnings)]
+        if tags:  # without a penalty there is no KL
+            tags_of_panel[unit] = tags
+    figure = Figure(figsize=(8, 1 + 2 * len(tags_of_panel)), layout="constrained")
+    panels = figure.subplots(len(tags_of_panel), sharex=True, squeeze=False)[:, 0]
+    for panel, unit in zip(panels, tags_of_panel):
         panel.set_ylabel(unit)
-        for tag in log.Tags()["scalars"]:
-            if not tag.startswith(PANELS[unit]):
-                continue
+        for tag in tags_of_panel[unit]:
             _, steps, values = numpy.transpose([astuple(event) for event in log.Scalars(tag)])
             panel.plot(steps, values, ".-", label=tag)
             if tag == "0_headline/solved":
                 ends = zip(*[wilson_interval(value, n) for value in values])
                 panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
-    panels[1].legend(loc=(1.01, 0))
-    panels[1].locator_params("x", integer=True)
+                panel.legend(loc=(1.01, 0))
+    panels[0].locator_params("x", integer=True)
     figure.supxlabel("step")
-    figure.savefig(run.folder / "curve.png")
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    write_whole(run.folder / "curve.png", picture.getvalue())
     return figure

@@ -11,9 +11,12 @@ import json
 import os
 import re
 import sys
+import unicodedata
 import zipfile
 import zlib
 from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import starter
 from starter import InputError
@@ -53,8 +56,9 @@ def check_kinds(cfg):
         example = preset.get(name, default)
         kinds = KINDS.get(type(example))
         if kinds and type(value) not in kinds and name != "clip_range":  # may be two numbers
+            example = True if kinds == [bool] else example or 1
             raise InputError(
-                f"{name} = {value!r:.200} must be {kinds[-1].__name__}, such as {example or 1!r}"
+                f"{name} = {value!r:.200} must be {kinds[-1].__name__}, such as {example!r}"
             )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
@@ -84,11 +88,12 @@ def check_settings(cfg):
             f"eval_file = {str(cfg.eval_file)!r} is not read by task = {cfg.task!r}; give a file "
             "as task, too, or leave eval_file out"
         )
-    if Path(cfg.model_id, "adapter_config.json").is_file():  # transformers would train both
-        raise InputError(
-            f"model_id = {str(cfg.model_id)!r} holds LoRA adapters; merge them into their model "
-            "with peft's merge_and_unload(), and give the folder where you save that"
-        )
+    for name in ("model_id", "ref_model_id"):
+        if Path(getattr(cfg, name) or "", "adapter_config.json").is_file():
+            raise InputError(  # transformers would train both
+                f"{name} = {str(getattr(cfg, name))!r} holds LoRA adapters; merge them into their "
+                "model with peft's merge_and_unload(), and give the folder where you save that"
+            )
     preset = starter.PRESETS[cfg.preset]
     is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id")
     if is_other and cfg.learning_rate == preset.get("learning_rate"):
@@ -116,6 +121,106 @@ def check_hub(*names):
         constants.HF_HUB_OFFLINE = True
 
 
+QUANTISED = r"[-_.]?(fp8|nvfp4|mxfp4|awq|gptq|int[48]|w[48]a\d+|bnb|[48]-?bit|quantized)\b.*"
+
+
+def check_config(cfg):
+    """Raises InputError for a model that cannot be trained, by its config.json alone. Where that
+    cannot be had, init_policy says why."""
+    for name in filter(None, (cfg.model_id, cfg.ref_model_id)):
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except Exception:  # whatever others wrote
+            continue
+        kind = getattr(config, "quantization_config", None)
+        if kind is not None:
+            kind = kind if isinstance(kind, dict) else vars(kind)
+            whole = re.sub(QUANTISED, "", str(name), flags=re.IGNORECASE)
+            raise InputError(
+                f"{str(name)!r} holds quantised weights ({kind.get('quant_method')}), which cannot "
+                f"be trained and saved; give the checkpoint from which it was made, perhaps "
+                f"{whole!r}, or load it with dequantize=True in transformers' quantization_config, "
+                "save it, and give that folder"
+            )
+        of_kind = AutoModelForCausalLM._model_mapping
+        if type(config) not in of_kind:
+            raise InputError(
+                f"{str(name)!r} is of the type {config.model_type!r} ({config.architectures}), for "
+                "which transformers has no model of text alone; give a model of text"
+            )
+        n_heads = getattr(config.get_text_config(), "num_nextn_predict_layers", 0)
+        if n_heads:
+            print(f"{name}: its {n_heads} heads for later tokens are neither trained nor saved")
+        model_class = of_kind[type(config)]
+        if cfg.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
+            raise InputError(
+                f"gradient_checkpointing = True: {model_class.__name__} has none; leave it out"
+            )
+
+
+def letters_of(text):
+    """Letters and digits alone: templates change spaces and marks."""
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text)))
+
+
+def messages_left_out(problem, text):
+    """Returns the messages of a problem's prompt whose letters are not in a text."""
+    messages = problem["prompt"]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    letters = letters_of(text)
+    left_out = []
+    for message in messages:
+        content = message["content"]
+        in_json = json.dumps(content), json.dumps(content, ensure_ascii=False)  # of tools
+        if not any(letters_of(x) in letters for x in (content, *in_json)):
+            left_out.append(message)
+    return left_out
+
+
+def check_template(problems, tokenizer, cfg):
+    """Raises InputError where the chat template leaves out a message of a problem. Says which of
+    its switches it does not have."""
+    template = str(tokenizer.chat_template)
+    switches = {"enable_thinking"} if cfg.enable_thinking else set()
+    n_cut = 0
+    for problem in problems:
+        switches |= problem.get("chat_template_kwargs", {}).keys()
+        switches |= {"tools"} if problem.get("tools") else set()
+        left_out = messages_left_out(problem, tokenizer.decode(problem["prompt_ids"]))
+        if left_out:  # or the tokenizer does not know some of its characters
+            text = starter.text_of_prompt(problem, tokenizer, cfg.enable_thinking)
+            left_out = messages_left_out(problem, text)
+        for message in left_out:
+            thought, mark, answer = message["content"].rpartition("</think>")
+            if mark and letters_of(answer) in letters_of(text):
+                n_cut += 1  # as templates do with earlier turns
+                continue
+            raise InputError(
+                f"the chat template leaves out {message!r:.200} of a prompt; mend either of them"
+            )
+    if n_cut:
+        print(f"the chat template leaves out the reasoning of {n_cut} earlier turns")
+    for name in sorted(switches):
+        if name not in template:
+            print(f"Warning: the chat template has no {name}, so that it changes nothing")
+
+
+# Keys of a problem that this program reads
+READ = set(
+    "prompt answer prompt_ids last_number skill is_right tools chat_template_kwargs question "
+    "problem messages solution numbers target".split()
+)
+
+
+def note_unread_columns(problems, cfg):
+    """Names the columns of a file that neither its prompts nor the shipped reward read."""
+    unread = {name for problem in problems for name in problem} - READ
+    is_file = not callable(cfg.task) and cfg.task not in starter.TASKS
+    if unread and is_file and cfg.reward is starter.reward_fn and edits.is_shipped("reward_fn"):
+        print(f"nothing reads {sorted(unread)}: what belongs to a question must be in its prompt")
+
+
 def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
@@ -131,23 +236,20 @@ def check_model(policy, tokenizer, problems, cfg):
                 f"the tokenizer of {cfg.model_id} makes {ids!s:.50} of {problem['prompt']!r:.100}, "
                 f"but its model needs ids below {n_rows}; save the right tokenizer there"
             )
-    chat = problems.train[0]["prompt"]
-    if isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
     if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        if chat[0]["content"].strip() not in text:
-            raise InputError(f"the chat template leaves out {chat[0]!r:.200}; mend either of them")
+        check_template(train + held_out, tokenizer, cfg)
+    note_unread_columns(train + held_out, cfg)
     left_out = {*tokenizer("")["input_ids"]} - {*problems.train[0]["prompt_ids"]}
     if left_out:
         print(
             f"no {tokenizer.decode([*left_out])} in prompts, though the tokenizer puts it on texts"
         )
-    texts, held_out_texts = [
-        {str(problem["prompt"]) for problem in part} for part in (train, held_out)
-    ]
-    for prompt in texts & held_out_texts:
-        raise InputError(f"the held-out problem {prompt!r:.200} is also trained on; take it out")
+    trained = {tuple(problem["prompt_ids"]) for problem in train}
+    for problem in held_out:
+        if tuple(problem["prompt_ids"]) in trained:
+            raise InputError(
+                f"the held-out problem {problem['prompt']!r:.200} is also trained on; take it out"
+            )
     try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
     unknown = tokenizer.unk_token_id
     unseen = [x["prompt_ids"] for x in problems.train if unknown in x["prompt_ids"]]
@@ -180,20 +282,15 @@ FIXED = (
 )
 
 
-def settings_in(text):
-    """Returns the settings in the text of a settings.json, without the addresses of functions."""
-    return json.loads(re.sub(" at 0x[0-9a-fA-F]+", "", text))
-
-
 def check_resume(run):
     """Raises InputError for a change of settings with which the run cannot go on rightly, and says
     what else has changed. Sets damaged checkpoints aside."""
     path = run.folder / "settings.json"
     before = {}
     if path.is_file():
-        before = settings_in(path.read_text("utf-8"))
+        before = json.loads(path.read_text("utf-8"))
     run.cfg.sources = before.get("sources", {})
-    now = settings_in(json.dumps(vars(run.cfg), default=str))
+    now = json.loads(starter.text_of_settings(run.cfg))
     needed = ""
     for name, old in before.items():
         new = now.get(name, old)

@@ -19,3 +19,13 @@ def safely(what, function, *arguments):
         print(f"{what} ends here: {error!r:.200} ({place}); the run goes on without it")
         return False
     return True
+
+
+def write_whole(path, data):
+    """Writes a file, which gets its name when it is whole: a full disk leaves the one before."""
+    unfinished = path.with_name(f"unfinished_{path.name}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import torch
 
 import starter
 from support import ranks
+from support.safely import write_whole
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
@@ -109,7 +110,9 @@ class Page:
                 for name, values in numbers.get(key, {}).items():
                     of_response[name] = " ".join(f"{values[t]:.5g}" for t in places)
                 shown.append(of_response)
-            prompt = self.tokenizer.decode(problems[g]["prompt_ids"])[-400:]
+            prompt = self.tokenizer.decode(
+                problems[g]["prompt_ids"], clean_up_tokenization_spaces=False
+            )[-400:]
             groups.append({"prompt": prompt, "responses": shown})
         content = {
             "step": step,
@@ -130,4 +133,4 @@ class Page:
             del texts[1]
         if run.writes_files:
             page = TEMPLATE.replace("STEPS", f"[{','.join(texts)}]")
-            (run.folder / "steps.html").write_text(page, "utf-8")
+            write_whole(run.folder / "steps.html", page.encode())

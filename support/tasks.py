@@ -7,6 +7,7 @@ column names too, and says in one sentence what is wrong with a file.
 
 import ast
 import csv
+import gzip
 import io
 import itertools
 import json
@@ -154,47 +155,71 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
 def read_rows(source):
-    """A JSONL, JSON or CSV file, or "user/name", "user/name:configuration" or
-    "user/name:configuration:split" of a data set on the Hugging Face hub (split "train") -> its
-    problems.
+    """A file or data set -> ("line 1" or "problem 1", the problem) of each.
+
+    A file is JSONL, JSON, CSV (with commas, semicolons or tabs) or Parquet, perhaps packed by gzip.
+    A data set of the Hugging Face hub is "user/name", "user/name:configuration" or
+    "user/name:configuration:split" (split "train").
 
     "prompt" is a text or a list of chat messages, which may be named "messages"; "question" or
-    "problem" in its place is put into QUESTION_PROMPT. "answer", or "solution", is a text or a
-    number; of one that ends in "#### 72" (GSM8K) or holds \\boxed{72} (MATH) it is 72. Other keys
-    stay, for a reward of your own.
+    "problem" in its place is put into QUESTION_PROMPT. "answer", or "solution", is a text, a
+    number, or a list of right ones; of a text that ends in "#### 72" (GSM8K) or holds \\boxed{72}
+    (MATH) it is 72. Other keys stay, for a reward of your own.
     """
     hub_name = HUB_NAME.fullmatch(str(source))
-    if Path(source).is_file():
-        rows = rows_of_file(Path(source))
-    elif hub_name:
-        rows = rows_of_hub(*hub_name.groups())
-    else:
-        raise InputError(
-            f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the Hugging "
-            f"Face hub; {rules.nearest(source, starter.TASKS)}"
-        )
+    path = Path(source)
     problems = []
+    place = "its beginning"
     try:
-        for row in rows:
-            problems.append(as_problem(row))
+        if path.is_file():
+            rows = rows_of_file(path)
+        elif hub_name:
+            rows = numbered(rows_of_hub(*hub_name.groups()))
+        else:
+            raise InputError(
+                f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the "
+                f"Hugging Face hub; {rules.nearest(source, starter.TASKS)}"
+            )
+        for place, row in rows:
+            problems.append((place, as_problem(row)))
+    except InputError:
+        raise
     except Exception as error:  # whatever others wrote
         raise InputError(
-            f"{source}, problem {len(problems) + 1}: {error!s:.150}; write UTF-8, and a JSON "
-            "object into each line: 'prompt' is a text, or messages with a text as 'content' and a "
-            f"'role' of {ROLES}; 'answer' is a text or number, without tags"
+            f"{source}, {place}: {error!s:.200}; 'prompt' must be a text, or messages with a text "
+            f"as 'content' and a 'role' of {ROLES}; 'answer' a text or number without tags, or a "
+            "list of such; a file JSONL, JSON, CSV, TSV or Parquet, in UTF-8"
         )
     return problems
 
 
+def numbered(rows):
+    return ((f"problem {n}", row) for n, row in enumerate(rows, start=1))
+
+
 def rows_of_file(path):
-    """Yields the content of each problem in a file."""
-    text = path.read_text("utf-8-sig")
-    if path.suffix == ".csv":
-        yield from csv.DictReader(io.StringIO(text))
-    elif text.lstrip().startswith("["):
-        yield from json.loads(text)
-    else:
-        yield from map(json.loads, filter(str.strip, text.split("\n")))
+    """Returns (place, row) of each problem in a file."""
+    if ".parquet" in path.suffixes:
+        return numbered(rows_of_parquet(path))
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    text = data.decode("utf-8-sig")
+    if {".csv", ".tsv"} & set(path.suffixes):
+        head = text.partition("\n")[0]
+        separator = max(",;\t", key=head.count)
+        return numbered(csv.DictReader(io.StringIO(text), delimiter=separator))
+    if text.lstrip().startswith("["):
+        return numbered(json.loads(text))
+    return starter.read_jsonl(text, path)
+
+
+def rows_of_parquet(path):
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{path}: to read Parquet, install pyarrow") from None
+    return parquet.read_table(path).to_pylist()
 
 
 def rows_of_hub(name, configuration, split):
@@ -225,22 +250,49 @@ def is_message(message):
     return message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
+def is_answer(answer):
+    """Whether this is a text or number without tags, or a list of such."""
+    if isinstance(answer, list):
+        return bool(answer) and all(map(is_answer, answer))
+    final = final_answer(str(answer))
+    return type(answer) in (str, int, float) and final != "" and "<answer>" not in final
+
+
+def final_of(answer):
+    """Returns the final answer of a text, or of each in a list. A number stays one."""
+    if isinstance(answer, list):
+        return [final_of(x) for x in answer]
+    return final_answer(answer) if isinstance(answer, str) else answer
+
+
+PROMPTS = ("prompt", "question", "problem", "messages")  # names of columns, the first that is there
+ANSWERS = ("answer", "solution")
+
+
 def as_problem(row):
     """Returns the problem in a row. Raises an error where there is none."""
-    prompt = row.get("prompt", row.get("question", row.get("problem", row.get("messages"))))
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.80} is no JSON object")
+    row = dict(row)
+    prompt_name = next((name for name in PROMPTS if name in row), None)
+    prompt = row.get(prompt_name)
     is_prompt = isinstance(prompt, str)
     if isinstance(prompt, list):
         is_prompt = all(map(is_message, prompt))
-        if prompt[-1].get("role") == "assistant":
-            row = {"answer": prompt[-1]["content"], **row}
+        # As in data to imitate: without an answer beside it, a chat's last words are the answer
+        if prompt and prompt[-1].get("role") == "assistant" and not row.keys() & set(ANSWERS):
+            row["answer"] = prompt[-1]["content"]
             prompt = prompt[:-1]
-    elif is_prompt and "prompt" not in row:
+    elif is_prompt and prompt_name != "prompt":
         prompt = QUESTION_PROMPT.format(question=prompt)
-    answer = row.get("answer", row.get("solution"))
-    final = final_answer(str(answer))
-    is_answer = type(answer) in (str, int, float) and final and "<answer>" not in final
-    if not (prompt and is_prompt and is_answer):
+    answer_name = next((name for name in ANSWERS if name in row), None)
+    if None in (prompt_name, answer_name):
+        raise ValueError(
+            f"its keys are {[*row]}, and one of {PROMPTS} is needed, and one of {ANSWERS}"
+        )
+    answer = row[answer_name]
+    if not (prompt and is_prompt and is_answer(answer)):
         raise ValueError(f"the prompt {prompt!r:.80} has the answer {answer!r:.80}")
-    if isinstance(answer, str):  # a number stays one, for a reward of your own
-        answer = final
-    return {**row, "prompt": prompt, "answer": answer}
+    if isinstance(row.get("last_number"), str):  # in CSV
+        row["last_number"] = bool(starter.value_of(row["last_number"].lower()))
+    return {**row, "prompt": prompt, "answer": final_of(answer)}

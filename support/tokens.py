@@ -1,4 +1,9 @@
-"""Special tokens at the ends of responses, as templates and tokenizers mean them."""
+"""Special tokens at the ends of responses, as templates and tokenizers mean them, and templates."""
+
+import json
+from pathlib import Path
+
+from transformers.utils import cached_file
 
 
 def end_of_turn(tokenizer):
@@ -12,3 +17,15 @@ def end_of_turn(tokenizer):
     for token in tokenizer(after, add_special_tokens=False)["input_ids"]:
         if token in tokenizer.added_tokens_decoder:
             return token
+
+
+def template_beside(model_id):
+    """Returns the chat template in a chat_template.json, where processors of images and text keep
+    it, or None."""
+    try:
+        path = cached_file(
+            model_id, "chat_template.json", _raise_exceptions_for_missing_entries=False
+        )
+        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
+    except Exception:  # there is none, or no hub
+        return None

@@ -21,6 +21,11 @@ GIVEN = {
     "--eval_file None --resume": {"eval_file": None, "resume": True},
     "--resume=runs/a=b --seed -1": {"resume": "runs/a=b", "seed": -1},
     # A text that is no literal stays a text. It is never executed.
+    "--n-train-steps 5 --run_name 5 --out-dir=2024-a": {
+        "n_train_steps": 5,
+        "run_name": "5",
+        "out_dir": "2024-a",
+    },
     "--seed __import__('os').abort()": {"seed": "__import__('os').abort()"},
 }
 

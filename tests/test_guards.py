@@ -233,19 +233,44 @@ def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text,
     assert " ".join(dict(signs)) == sign
 
 
+def evaluation(solved, sort):
+    return {"solved": solved, "reward_mean": solved, "retention_sort": sort}
+
+
 @pytest.mark.parametrize(
-    "signs, solved, sort",
+    "signs, solved, sort, changes",
     [
-        ("", 0.21, 0.86),
-        ("forgotten", 0.3, 0.84),
+        ("", 0.21, 0.86, {}),
+        ("forgotten", 0.3, 0.84, {}),
         # Of a run that collapses the learning rate is named, not the KL penalty.
-        ("collapse", 0.1, 0.2),
+        ("collapse", 0.1, 0.2, {}),
+        ("held", 0.31, 0.9, {"kl": 0.01}),
+        ("", 0.5, 0.9, {"kl": 0.01}),  # it learns
+        ("", 0.31, 0.9, {"kl": 0.3}),  # it went away, so that the penalty does not hold it
+        ("", 0.31, 0.9, {"kl": 0.01, "step": 20}),  # too early to say
+        ("", 0.31, 0.9, {"kl": 0.01, "ref_model_id": "a teacher"}),
     ],
 )
-def test_signs_of_trouble_in_an_evaluation(signs, solved, sort):
-    state = {"before": {"solved": 0.3, "retention_sort": 0.9}}
-    found = guards.evaluation_signs({"solved": solved, "retention_sort": sort}, state)
+def test_signs_of_trouble_in_an_evaluation(signs, solved, sort, changes):
+    changes = dict(changes)
+    kl, step = changes.pop("kl", None), changes.pop("step", 50)
+    cfg = starter.cfg_with(use_kl_penalty=kl is not None, **changes)
+    state = {"before": evaluation(0.3, 0.9), "kl_per_token": kl}
+    found = guards.evaluation_signs(evaluation(solved, sort), state, step, cfg)
     assert " ".join(dict(found)) == signs
+
+
+def test_warning_is_printed_again_at_the_end_if_it_still_holds(watch, capsys):
+    guard = watch()
+    guard.run.state["before"] = evaluation(0.3, 0.9)
+    samples = [({"prompt": "p"}, "t0", 0.1)]
+    guard.after_evaluation(4, evaluation(0.3, 0.7), samples)
+    guard.warn_at_the_end(evaluation(0.3, 0.7))
+    assert capsys.readouterr().out.count("other skills are lost") == 1
+    guard.after_evaluation(9, evaluation(0.3, 0.6), samples)
+    assert "other skills" not in capsys.readouterr().out
+    guard.warn_at_the_end(evaluation(0.3, 0.6))
+    assert "other skills are lost (sort from 90% to 60%)" in capsys.readouterr().out
 
 
 def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
@@ -261,7 +286,8 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 def looked(looking, step):
     """What train() asks for in a step that is evaluated. Returns whether the run is to end."""
     wants_end = looking.after_step(step, FINE, *STEP_DATA)
-    looking.after_evaluation(step, {"solved": 0.5}, [({"prompt": "p"}, "t0", 0.1)])
+    metrics = {"solved": 0.5, "reward_mean": 0.5}
+    looking.after_evaluation(step, metrics, [({"prompt": "p"}, "t0", 0.1)])
     return wants_end
 
 

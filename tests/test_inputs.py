@@ -13,8 +13,10 @@ from unittest import mock
 import huggingface_hub
 import pytest
 import torch
+import transformers
 
 from conftest import settings, variety
+from safetensors.torch import load_file, save_file
 
 import starter
 from starter import InputError
@@ -49,7 +51,7 @@ WRONG = {
     "--seed 0.5": "seed = 0.5 must be int, such as 1",
     "--model_id tiny --n_train_steps 1,0": "n_train_steps = (1, 0) must be int, such as 150",
     "--learning_rate": "learning_rate = True must be float",
-    "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool",
+    "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool, such as True",
     "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
     "--kl_coef 0.1": "kl_coef = 0.1 changes nothing; leave it out, or set use_kl_penalty",
     "--beta_min 0.1": "beta_min = 0.1 changes nothing",
@@ -57,7 +59,8 @@ WRONG = {
     "--use_kl_penalty --kl_coef 0": "kl_coef = 0 penalises nothing",
     "--eval_file x.jsonl --task addition": "is not read by task = 'addition'",
     "--frozen_in_bf16 --precision bf16": "use_kl_penalty or lora_rank",
-    "--model_id {}/adapters": "merge_and_unload",
+    "--model_id {}/adapters": "model_id = '{}/adapters' holds LoRA adapters; merge",
+    "--use_kl_penalty --ref_model_id {}/adapters": "ref_model_id = '{}/adapters' holds LoRA",
     "--use_kl_penalty --kl_estimator exat": "use one of ['exact'",
     "--use_kl_penalty --kl_adaptation_method clip+targt": "'targt' is not known; use one of ['tar",
     "--resume nowhere": "nowhere is no folder of a run; give one",
@@ -71,8 +74,21 @@ def test_wrong_setting_or_one_without_effect_is_refused_before_anything_is_writt
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     given = starter.settings_from(text.format(tmp_path).split())
-    assert WRONG[text] in refusal(starter.main, device="cpu", out_dir=tmp_path / "runs", **given)
+    words = WRONG[text].replace("{}", str(tmp_path))
+    assert words in refusal(starter.main, device="cpu", out_dir=tmp_path / "runs", **given)
     assert not (tmp_path / "runs").exists()
+
+
+def test_folder_of_runs_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    printed = refusal(starter.main, device="cpu", out_dir=tmp_path / "file" / "runs")
+    assert f"{tmp_path}/file is no folder that this program may write into" in printed
+
+
+def test_prompts_that_are_all_equal_are_named_as_the_cause(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "add 1", "answer": 1}\n' * 20)
+    printed = refusal(starter.main, device="cpu", out_dir=tmp_path, task=tmp_path / "a.jsonl")
+    assert "(1 different ones)" in printed or "0 prompts to train on" in printed
 
 
 def test_setting_that_changes_nothing_is_refused_when_typed_with_its_default(monkeypatch):
@@ -170,10 +186,108 @@ def test_broken_checkpoint_is_refused_in_one_sentence(
     assert ("holds no weights for ['model.layers.1.mlp.up" in text) == (b"up" in old)
 
 
+def config_in(folder, **config):
+    """Returns the folder of a checkpoint of which there is the config.json alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "method", ["fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors"]
+)
+@pytest.mark.parametrize("name", ["model_id", "ref_model_id"])
+def test_quantised_checkpoint_is_refused_with_the_name_of_the_whole_one(method, name, tmp_path):
+    path = config_in(tmp_path / "Qwen3-8B-FP8", quantization_config={"quant_method": method})
+    cfg = typed("", **{name: path})
+    printed = refusal(rules.check_config, cfg)
+    assert (
+        f"quantised weights ({method})" in printed and f"perhaps '{tmp_path}/Qwen3-8B'" in printed
+    )
+
+
+@pytest.mark.parametrize("n_bits", [4, 8])
+def test_quantised_checkpoint_is_refused_without_support_too(
+    checkpoint, tmp_path, monkeypatch, n_bits
+):
+    """One of torchao's kind that transformers loads without a package: its weights are there."""
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    policy.config.quantization_config = {"quant_method": "x", "bits": n_bits}
+    load = mock.Mock(return_value=(policy, {"missing_keys": [], "unexpected_keys": []}))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(starter, "find_support", lambda: None)
+    assert "holds quantised weights" in refusal(starter.init_policy, str(checkpoint), "cpu")
+
+
+def test_checkpoint_for_which_there_is_no_model_of_text_is_refused(tmp_path):
+    path = config_in(tmp_path / "a", model_type="clip", architectures=["CLIPModel"])
+    printed = refusal(rules.check_config, typed("", model_id=path))
+    assert "'clip' (['CLIPModel'])" in printed and "no model of text alone" in printed
+
+
+def test_gradient_checkpointing_that_a_model_lacks_is_refused(tmp_path):
+    path = config_in(tmp_path / "a", model_type="ctrl")
+    rules.check_config(typed("", model_id=path))
+    printed = refusal(rules.check_config, typed("--gradient_checkpointing", model_id=path))
+    assert "gradient_checkpointing = True: CTRLLMHeadModel has none" in printed
+
+
+def test_heads_for_later_tokens_are_said_to_be_left_out(tmp_path, capsys):
+    path = config_in(tmp_path / "a", model_type="deepseek_v3", num_nextn_predict_layers=2)
+    rules.check_config(typed("", model_id=path))
+    assert f"{path}: its 2 heads for later tokens are neither" in capsys.readouterr().out
+
+
+def with_more_weights(checkpoint, folder, name):
+    """A copy of a checkpoint with one tensor more."""
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("with_support", [True, False])
+def test_weights_that_the_model_lacks_are_named(
+    checkpoint, tmp_path, capsys, monkeypatch, with_support
+):
+    """As those of a layer that config.json does not count."""
+    if not with_support:
+        monkeypatch.setattr(starter, "find_support", lambda: None)
+    name = "model.layers.2.mlp.up_proj.weight"
+    starter.init_policy(with_more_weights(checkpoint, tmp_path / "a", name), "cpu")
+    assert f"holds 1 weights that its model lacks: ['{name}']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["bias", "weight_scale_inv", "lora_A.weight"])
+def test_weights_of_a_layer_that_the_model_lacks_are_refused(checkpoint, tmp_path, name):
+    name = f"model.layers.1.mlp.up_proj.{name}"
+    model = with_more_weights(checkpoint, tmp_path / "a", name)
+    assert f"the checkpoint holds {name}, which" in refusal(starter.init_policy, model, "cpu")
+
+
+def test_model_that_is_nowhere_is_said_to_be_no_folder(tmp_path):
+    path = str(tmp_path / "a" / "b" / "c")
+    assert f"{path!r} is no folder, and cannot be loaded" in refusal(
+        starter.init_policy, path, "cpu"
+    )
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "unknown"])
+def test_model_that_a_run_saved_has_its_preset(checkpoint, tmp_path, preset):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "settings.json").write_text(json.dumps({"preset": preset}))
+    cfg = typed("--device cpu", model_id=str(tmp_path / "model"))
+    attach.check_settings(cfg)
+    assert cfg.preset == (preset if preset == "smollm2" else "qwen3-1.7b")
+
+
 def loaded(checkpoint, text=""):
     """What rules.check_model looks at."""
     policy, tokenizer = starter.init_policy(checkpoint, "cpu")
-    problems = [{"prompt": f"add {i}", "answer": i, "prompt_ids": [7, 8]} for i in range(100)]
+    problems = [
+        {"prompt": f"add {i}", "answer": i, "prompt_ids": [7 + i // 40, 8 + i % 40]}
+        for i in range(100)
+    ]
     parts = starter.Problems(problems[:40], problems[40:])
     cfg = chosen(f"--preset tiny {text}", stop_token_ids=[1])
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, problems=parts, cfg=cfg)
@@ -185,6 +299,11 @@ def loaded(checkpoint, text=""):
         (lambda x: x.problems.held_out[3].update(prompt_ids=[7, 58]), "needs ids below 58"),
         (lambda x: setattr(x.tokenizer, "chat_template", "hello"), "leaves out {'role': 'user'"),
         (lambda x: x.problems.held_out.append(x.problems.train[3]), "'add 3' is also trained"),
+        # Another text, of which the template makes the same ids
+        (
+            lambda x: x.problems.held_out.append({**x.problems.train[3], "prompt": "add 3 "}),
+            "3 ' is",
+        ),
         # As in TRL; and one that returns several numbers
         (lambda x: setattr(x.cfg, "reward", lambda completions: 0), "YOURS(completions=[text]"),
         (lambda x: setattr(x.cfg, "reward", lambda *_: [1.0]), "YOURS(text, problem)[0]"),
@@ -205,6 +324,18 @@ def test_number_of_problems_of_a_file_and_the_first_are_shown(checkpoint, capsys
     x.cfg.task = "countdown_small"
     rules.check_model(**vars(x))
     assert "the first" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reward", [starter.reward_fn, variety])
+def test_columns_that_nothing_reads_are_named_once(checkpoint, capsys, reward):
+    """As the choices of a question. A reward of one's own may read them."""
+    x = loaded(checkpoint, "--task quiz.jsonl")
+    x.cfg.reward = reward
+    for problem in x.problems.train:
+        problem.update(choices=["a", "b"], last_number=True)
+    rules.check_model(**vars(x))
+    says = capsys.readouterr().out.count("nothing reads ['choices']:")
+    assert says == (reward is starter.reward_fn)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +374,8 @@ def test_prompts_that_the_model_cannot_see_are_counted(checkpoint, capsys):
 def resumed(folder, text, **began_with):
     """A run of the built-in model with 20 of 150 steps, from which a process goes on with this."""
     before = vars(chosen("--preset tiny", **began_with))
-    (folder / "settings.json").write_text(json.dumps(before, default=str))
+    content = starter.text_of_settings(SimpleNamespace(**before))
+    (folder / "settings.json").write_text(content)
     for step in (10, 20):
         torch.save({"weights": torch.arange(1000)}, folder / f"checkpoint_{step:08d}.pt")
     cfg = chosen(f"--preset tiny --resume {text}")
@@ -259,8 +391,8 @@ def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_pa
 
 
 def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):
-    """The reward has another address in each process, and the model's folder has moved."""
-    began_with = dict(reward="<function reward_fn at 0x1f>", model_id="/old/m/tiny")
+    """Not the reward, which has another address in each process; the model's folder has moved."""
+    began_with = dict(model_id="/old/m/tiny")
     text = "--learning_rate 1e-5 --clip_range (0.2,0.3) --model_id /new/m/tiny"
     run = resumed(tmp_path, text, **began_with)
     capsys.readouterr()

@@ -1,5 +1,7 @@
 """Problems: made up, from files and from data sets; their prompts; and which a step gets."""
 
+import gzip
+import importlib
 import json
 import sys
 from types import SimpleNamespace
@@ -123,23 +125,85 @@ def test_columns_of_other_names_are_understood(row, prompt, answer, tmp_path):
     assert all(problem[name] == row[name] for name in row if name != "answer")
 
 
-def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
-    (tmp_path / "a.csv").write_text('prompt,answer\n"a, b",0258\n"c\nd",x\n')
-    problems = starter.read_problems(tmp_path / "a.csv")
-    assert problems == [{"prompt": "a, b", "answer": "0258"}, {"prompt": "c\nd", "answer": "x"}]
-    (tmp_path / "a.json").write_text(json.dumps(problems, indent=1))
-    assert starter.read_problems(tmp_path / "a.json") == problems
+TWO = [{"prompt": "a, b;c", "answer": "0258"}, {"prompt": "c\nd", "answer": "x"}]
+
+
+def packed(text):
+    return gzip.compress(text.encode())
+
+
+def parquet(path):
+    pyarrow = pytest.importorskip("pyarrow")
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(TWO), path)
+
+
+FILES = {
+    "a.csv": 'prompt,answer\n"a, b;c",0258\n"c\nd",x\n',
+    "b.csv": 'prompt;answer\n"a, b;c";0258\n"c\nd";x\n',
+    "a.tsv": 'prompt\tanswer\na, b;c\t0258\n"c\nd"\tx\n',
+    "a.json": json.dumps(TWO, indent=1),
+    "a.jsonl.gz": packed("\n".join(map(json.dumps, TWO))),
+    "a.csv.gz": packed('prompt,answer\n"a, b;c",0258\n"c\nd",x\n'),
+    "a.parquet": parquet,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_other_kinds_are_read_as_they_are(name, tmp_path):
+    path = tmp_path / name
+    content = FILES[name]
+    if callable(content):
+        content(path)
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        path.write_bytes(content)
+    assert starter.read_problems(path) == TWO
+
+
+def test_parquet_without_pyarrow_costs_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="to read Parquet, install pyarrow"):
+        starter.read_problems(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "text, value", [("false", False), ("0", False), ("No", False), ("1", True)]
+)
+def test_last_number_in_csv_is_read_as_on_the_command_line(text, value, tmp_path):
+    (tmp_path / "a.csv").write_text(f"prompt,answer,last_number\na,5,{text}\n")
+    [problem] = starter.read_problems(tmp_path / "a.csv")
+    assert problem["last_number"] is value
+
+
+def test_held_out_prompts_are_asked_once_each(tmp_path, capsys):
+    """As of DAPO-Math, which has each of its problems a hundred times."""
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": str(i % 40), "answer": i % 40} for i in range(400)]
+    )
+    cfg = SimpleNamespace(task=path, eval_file=None, n_eval_problems=500)
+    train, held_out = starter.problems_of_files(cfg)
+    prompts = [problem["prompt"] for problem in held_out]
+    assert 0 < len(prompts) == len({*prompts}) < 40
+    assert len(train) == 10 * (40 - len(prompts))
+    assert (
+        f"{len(prompts)} of {10 * len(prompts)} held-out prompts differ" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{", "m 2: Expecting property name .* a JSON object into each line"),
-        (b"\x1f\x8b", "m 1: 'utf-8' codec .*; write UTF"),
-        (b'["prompt", "answer"]', "m 2: .*list.* a JSON object into each line"),
-        (b'{"question": 3, "answer": 1}', "m 2: the prompt 3 "),
+        (b"{", "line 3 is no JSON .Expecting property name"),
+        (b"\x1f\x8b", "its beginning: 'utf-8' codec .*in UTF"),
+        (b'["prompt", "answer"]', "line 3: .'prompt', 'answer'. is no JSON object"),
+        (b'{"question": 3, "answer": 1}', "line 3: the prompt 3 "),
         (b'{"prompt": "", "answer": "1"}', "the prompt '' "),
-        (b'{"prompt": "a", "Answer": 1}', "'a' has the answer None; .* 'answer' is a text"),
+        (
+            b'{"prompt": "a", "Answer": 1}',
+            "keys are .'prompt', 'Answer'., and .*'answer', 'solution'",
+        ),
         (b'{"prompt": "a", "answer": "5 ####"}', "the answer '5 ####'"),
         (b'{"prompt": "a", "answer": "<answer>5</answer>"}', "'<answer>5</answer>'.*without tags"),
         (b'{"prompt": [{"role": "human", "content": "a"}], "answer": "1"}', "a 'role' of .*'user'"),
@@ -148,10 +212,21 @@ def test_csv_files_and_json_arrays_are_read_as_they_are(tmp_path):
 )
 def test_mistake_in_a_line_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n' + line + b"\n")
+    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
         starter.read_problems(path)
-    assert str(error.value).startswith(f"{path}, problem ") and len(str(error.value)) < 400
+    assert str(error.value).startswith(f"{path}, ") and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "line, message", [(b"{", "line 3 is no JSON .Exp"), (b'{"prompt": "a"}', "line 3 .*'answer'")]
+)
+def test_mistake_in_a_line_is_named_without_support(tmp_path, monkeypatch, line, message):
+    monkeypatch.setattr(starter, "find_support", lambda: None)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n\n' + line + b"\n")
+    with pytest.raises(InputError, match=message):
+        starter.read_problems(path)
 
 
 def test_name_of_no_task_and_no_file_gets_the_nearest():

@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import math
 import os
+import random
 import signal
 import threading
 
+import numpy
 import pytest
 
 import starter
@@ -90,6 +92,8 @@ $5 | 5
 -$5 | -5
 5\u20ac | 5
 $5 | 5 %
++5 | 5
+1e3 | 1000
 1234567 | 1,234,567
 -1,234,567.89 | \u22121,234,567.890
 Paris. | paris
@@ -120,7 +124,6 @@ sqrt 5 | 5
 -$-5 | -5
 3.1.4 | 3.1
 5 and a half | 5
-1e3 | 1000
 five | 5
 nan | 5
 $ | 5
@@ -135,7 +138,6 @@ x = 4 | 4
 5 km | 5 m
 1$5 | 15
 5\u20ac50 | 550
-$5% | 5
 5 cents | 5
 3/2 | 1/2
 7:30 | 6:30
@@ -145,7 +147,10 @@ a b c | a b
 """
 
 
-@pytest.mark.parametrize("answer, gold", [*rows_of(EQUAL), ("a " * 50_000, "a " * 50_000)])
+CAFE = "caf\u00e9", "cafe\u0301"  # with the accent in the letter, and behind it
+
+
+@pytest.mark.parametrize("answer, gold", [*rows_of(EQUAL), ("a " * 50_000, "a " * 50_000), CAFE])
 def test_equal_answers_solve(answer, gold):
     assert reward_of(answer, answer=gold) == reward_of(gold, answer=answer) == 1.0
 
@@ -155,6 +160,21 @@ def test_equal_answers_solve(answer, gold):
 )
 def test_different_answers_do_not_solve(answer, gold):
     assert reward_of(answer, answer=gold) == 0.1 and not starter.same_answer(gold, answer)
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        ("0.00001", 0.00001),
+        ("10000000000000000", 1e16),
+        ("5", 5),
+        ("7", [5, "7"]),
+        ("Bo", ["Al", "bo"]),
+    ],
+)
+def test_numbers_of_json_and_one_of_several_answers_are_right(answer, gold):
+    assert reward_of(answer, answer=gold) == 1.0
+    assert reward_of("6", answer=gold) == 0.1
 
 
 LAST_NUMBERS = """
@@ -241,6 +261,57 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
 def test_reward_may_be_any_number():
     for value in (math.inf, True, torch.tensor(0.5).numpy()[()]):  # inf: a skipped step
         assert score("x", [{}], lambda text, problem: value)[1].item() == value
+
+
+def test_text_of_a_response_is_what_was_sampled():
+    """Llama 3's tokenizers have this switch, which takes blanks out."""
+    tokenizer = make_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    written = "3 , 4 = 5 . b"
+    ids = tokenizer(written)["input_ids"]
+    responses = [Response([0], ids, [], False)]
+    texts, _ = starter.score(responses, [{}], tokenizer, lambda text, problem: 0)
+    assert texts == [written]
+
+
+def test_text_of_a_response_begins_with_the_answer_that_its_prompt_began():
+    """As in TRL: with "<answer>" at the end of the prompt the shipped reward finds the answer."""
+    chat = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "<answer>"}]
+    problems = [{"prompt": chat, "answer": "5"}]
+    texts, rewards = score(["5</answer>", "4</answer>"], problems, starter.reward_fn)
+    assert texts[0] == "<answer>5</answer>" and rewards.tolist() == [1.0, 0.1]
+
+
+def test_reward_leaves_the_grad_mode_as_it_was():
+    def reward(text, problem):
+        torch.set_grad_enabled(False)
+        return 1.0
+
+    score("xy", [{}], reward)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("weights", [(0.6, 0.3, 0.1), (0.7, 0.2, 0.1)])
+def test_weights_that_sum_to_one_solve(weights, checkpoint, monkeypatch):
+    """0.6 + 0.3 + 0.1 is a little less than 1."""
+    assert sum(weights) < 1
+    policy, tokenizer = starter.init_policy(checkpoint, "cpu")
+    problems = [{"prompt": "a", "prompt_ids": [5], "skill": "sort"}]
+    cfg = starter.cfg_with(max_new_tokens=2, precision="float32", stop_token_ids=[1])
+    metrics, samples = starter.evaluate(
+        policy, None, tokenizer, problems, cfg, lambda text, problem: sum(weights)
+    )
+    assert metrics["solved"] == 1.0
+    assert starter.solved_by_skill(samples) == {"retention_sort": 1.0}
+
+
+def test_numbers_that_a_reward_draws_depend_on_seed_and_step_alone():
+    cfg = starter.cfg_with(seed=3)
+    drawn = []
+    for purpose in (7, 8, 7):
+        starter.seed_for(cfg, purpose)
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 
 
 def test_error_of_a_reward_names_the_response_and_its_problem():

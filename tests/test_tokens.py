@@ -3,6 +3,7 @@ tokenizer, which must solve what it solves as it is shipped."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -91,12 +92,12 @@ def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, change):
 def test_eos_that_a_tokenizer_puts_after_each_text_is_not_in_the_prompt():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    expected = starter.ids_of_prompt("1", tokenizer, False)
+    expected = starter.ids_of_prompt({"prompt": "1"}, tokenizer, False)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
     )
     assert tokenizer("1")["input_ids"] == [*expected, tokenizer.eos_token_id]
-    assert starter.ids_of_prompt("1", tokenizer, False) == expected
+    assert starter.ids_of_prompt({"prompt": "1"}, tokenizer, False) == expected
 
 
 # Rules of published chat templates: Gemma 2 and Mistral, Phi-3, Llama 3
@@ -135,11 +136,88 @@ def test_chat_that_the_template_does_not_take_is_refused(tmp_path, template, wor
         starter.main(**settings(model, tmp_path, task=chats))
 
 
+TOOL_IS_LEFT_OUT = """{% for message in messages %}{% if message.role != "tool" %}
+{{ message.content.split("</think>")[-1] }}{% endif %}{% endfor %}<|assistant|>"""
+TURNS = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": "<think>look it up</think>wait"},
+    {"role": "tool", "content": "sunny"},
+]
+
+
+@pytest.mark.parametrize("n_turns", [2, 3])
+def test_each_message_of_each_problem_must_be_in_its_prompt(tmp_path, capsys, n_turns):
+    """But for the reasoning of earlier turns, which templates cut on purpose."""
+    model, _ = changed_model(tmp_path, with_template(TOOL_IS_LEFT_OUT))
+
+    def task(cfg):
+        problems, held_out = small_sums(cfg)
+        problems[7]["prompt"] = [*TURNS[:n_turns], {"role": "user", "content": "so?"}]
+        return problems, held_out
+
+    given = settings(model, tmp_path / "runs", task=task, n_train_steps=1)
+    if n_turns == 3:
+        with pytest.raises(starter.InputError, match="leaves out {'role': 'tool', 'content': 'sun"):
+            starter.main(**given)
+    else:
+        starter.main(**given)
+        assert "leaves out the reasoning of 1 earlier turns" in capsys.readouterr().out
+
+
+WITH_SWITCHES = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}\
+{{ messages[0].content }}{% if style %} {{ style }}{% endif %}<|assistant|>"""
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
+
+
+def test_tools_and_switches_of_a_problem_reach_its_template():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_SWITCHES
+    problem = {"prompt": "add 1", "tools": [TOOL], "chat_template_kwargs": {"style": "short"}}
+    text = tokenizer.decode(starter.ids_of_prompt(problem, tokenizer, False))
+    assert text == "find add 1 short<|assistant|>"
+
+
+def test_switches_that_a_template_lacks_are_said(tmp_path, capsys):
+    model, _ = changed_model(tmp_path, with_template("{{ messages[0].content }}<|assistant|>"))
+
+    def task(cfg):
+        problems, held_out = small_sums(cfg)
+        problems[3] |= {"tools": [TOOL], "chat_template_kwargs": {"style": "short"}}
+        return problems, held_out
+
+    given = settings(model, tmp_path / "runs", task=task, n_train_steps=1, enable_thinking=True)
+    starter.main(**given)
+    printed = capsys.readouterr().out
+    for name in ("enable_thinking", "style", "tools"):
+        assert f"Warning: the chat template has no {name}, so" in printed
+
+
+def test_answer_that_a_prompt_began_goes_on():
+    """The response follows the assistant's words without an end of turn between them."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    chat = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "<answer>"}]
+    ids = starter.ids_of_prompt({"prompt": chat}, tokenizer, False)
+    assert tokenizer.decode(ids) == "<|user|>2 + 3<|end|><|assistant|><answer>"
+
+
+def test_template_in_a_file_of_its_own_is_found(tmp_path):
+    """As in repositories of processors of images and text."""
+    model, tokenizer = changed_model(tmp_path, with_template(None))
+    template = "<|user|>{{ messages[0].content }}<|assistant|>"
+    Path(model, "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    _, tokenizer = starter.init_policy(model, "cpu")
+    assert tokenizer.chat_template == template
+
+
 def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp_path):
     """And is saved as it is."""
     model, _ = changed_model(tmp_path, with_template(DATED))
     _, tokenizer = starter.init_policy(model, "cpu")
-    ids = starter.ids_of_prompt("add 1 2", tokenizer, False)
+    ids = starter.ids_of_prompt({"prompt": "add 1 2"}, tokenizer, False)
     assert tokenizer.decode(ids) == "<|user|>26 07 2024 add 1 2<|assistant|>"
     tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == DATED
