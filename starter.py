@@ -42,6 +42,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # memory in large pages, whi
 
 import argparse
 import ast
+import contextlib
 import copy
 import difflib
 import functools
@@ -68,7 +69,7 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 
 class InputError(ValueError):
@@ -1376,30 +1377,49 @@ def check_can_be_saved(state):
         ) from error
 
 
-def check_room(folder, content):
-    """Raises RunStopped if the tensors in these dicts and lists are larger than the disk's room."""
-    sizes = [x.nbytes for x in tree_flatten(content)[0] if isinstance(x, torch.Tensor)]
+@contextlib.contextmanager
+def written_whole(path, content):
+    """Gives a place where to write a file or folder, which gets the name `path` when it is on the
+    disk: it is whole, or it is not there. content: the tensors in it, whose size is compared with
+    the room that is free. Raises RunStopped where it cannot be written."""
+    unfinished = path.with_name("unfinished")
+    sizes = [x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
     needed = sum(sizes) / 1e9
-    free = shutil.disk_usage(folder).free / 1e9
-    if needed > free:
+    try:
+        if needed > shutil.disk_usage(path.parent).free / 1e9:
+            raise OSError("the disk is too full")
+        yield unfinished
+    except Exception as error:
+        free = shutil.disk_usage(path.parent).free / 1e9
         raise RunStopped(
-            f"{needed:.3g} GB are to be written into {folder}, and {free:.3g} GB are free; make "
-            f"room, and add --resume {folder}"
-        )
+            f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
+            f"free; make room, and add --resume {path.parent}"
+        ) from error
+    else:
+        if path.is_dir():  # of a run that was resumed
+            shutil.rmtree(path)
+        unfinished.replace(path)
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        elif unfinished.exists():
+            unfinished.unlink()
 
 
 def folder_of_run(cfg):
     """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
     InputError if there is none, or no new one can be made."""
-    out_dir = Path(cfg.out_dir).absolute()
+    out_dir = Path(cfg.out_dir)
     if not cfg.resume:
-        there = next(path for path in (out_dir, *out_dir.parents) if path.exists())
+        there = out_dir.absolute()
+        while not there.exists():
+            there = there.parent
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise InputError(
                 f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
                 "into; give another"
             )
-        return Path(cfg.out_dir) / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
+        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
     found = list(out_dir.glob("*/settings.json"))
     if cfg.resume is not True:
         found = [Path(cfg.resume, "settings.json")]
@@ -1466,24 +1486,17 @@ class Run:
                 self.writer.add_scalar(name if "/" in name else f"{kind}/{name}", value, step)
 
     def save(self, policy, optimizer):
-        """Writes checkpoint_<step>.pt, which gets this name when it is on the disk: a checkpoint is
-        whole or it is not there. The last two are kept."""
+        """Writes checkpoint_<step>.pt. The last two are kept."""
         check_can_be_saved(self.state)
         content = {**checkpoint_of(policy, optimizer), "state": self.state}
         if not self.writes_files:
             return
-        check_room(self.folder, content)
         self.writer.flush()
-        unfinished = self.folder / "unfinished"
-        try:
-            with open(unfinished, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            unfinished.unlink()
-            raise
-        unfinished.replace(self.folder / f"checkpoint_{self.state['step']:08d}.pt")
+        path = self.folder / f"checkpoint_{self.state['step']:08d}.pt"
+        with written_whole(path, content) as unfinished, open(unfinished, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
         for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             path.unlink()
 
@@ -1856,9 +1869,9 @@ def main(
     # Save the model, and report.
     weights = dict(weights_by_name(policy))
     if run.writes_files:
-        check_room(run.folder, weights)
-        policy.save_pretrained(run.folder / "model", state_dict=weights)
-        tokenizer.save_pretrained(run.folder / "model")
+        with written_whole(run.folder / "model", weights) as unfinished:
+            policy.save_pretrained(unfinished, state_dict=weights)
+            tokenizer.save_pretrained(unfinished)
     result = {
         "before": run.state["before"],
         "after": run.state["after"],

@@ -11,18 +11,20 @@ from support.tasks import read_rows  # noqa: F401
 
 
 def check_settings(cfg):
-    """1. Before anything else: that each setting is of its kind. Raises InputError."""
+    """1. Before anything else: that each setting is of its kind; and the processes that torchrun
+    started. Raises InputError."""
     edits.restore()  # after an earlier run of this process
     engines.ROUNDS.clear()
+    ranks.connect(cfg)
     presets.choose(cfg)
     rules.check_kinds(cfg)
 
 
 def check(run):
     """2. Before anything is loaded: that the settings fit together, the built-in model, the lock of
-    a run that is resumed, memory, and the processes that torchrun started. Raises InputError."""
+    a run that is resumed, and memory. Raises InputError."""
     cfg = run.cfg
-    ranks.join(run)  # first: it gives each process its device
+    ranks.join(run)  # first: it gives all processes the same folder
     rules.check_settings(cfg)
     kl_checks.check_kl(cfg)
     for name in ("model_id", "ref_model_id"):

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,16 +29,17 @@ if RANK:  # the first process speaks for all
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-def join(run):
-    """Gives this process its GPU, and connects the processes, before vLLM makes groups of its own.
-    The first one writes, and gives the folder."""
-    cfg = run.cfg
-    on_gpu = cfg.device.type == "cuda"
-    if on_gpu and WORLD > 1:
-        cfg.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if on_gpu and cfg.device.index is not None:
+def connect(cfg):
+    """Connects the processes, and gives this one its GPU. Comes before all that may differ between
+    machines: where one process fails, its connections close, and the others end too. Raises
+    InputError where machines without a disk in common see other states of a run to resume."""
+    if WORLD == 1:
+        return
+    on_gpu = "cuda" in str(cfg.device) or (cfg.device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(cfg.device)
-    if WORLD > 1 and not dist.is_initialized():
+    if not dist.is_initialized():
         longest_wait = datetime.timedelta(hours=1)  # for the process that writes a checkpoint
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=longest_wait)
         # Gloo's threads need the interpreter once more: one that is late to release a tensor would
@@ -47,21 +47,31 @@ def join(run):
         atexit.register(time.sleep, 0.5)
         if on_gpu:
             atexit.register(dist.destroy_process_group)
+    if cfg.resume:
+        seen = dict(gather([(f"{socket.gethostname()}, process {RANK}", what_is_there(cfg))]))
+        if len(set(seen.values())) > 1:
+            raise starter.InputError(
+                f"resume: each machine needs the same newest checkpoint, and they see {seen}; copy "
+                "the run's folder to all of them, to the same place"
+            )
+
+
+def what_is_there(cfg):
+    """Returns the newest checkpoint of the run to resume, as this machine sees it."""
+    try:
+        folder = starter.folder_of_run(cfg)
+    except starter.InputError:
+        return "no such folder"
+    return str(max(folder.glob("checkpoint_*.pt"), default=f"no checkpoint in {folder}"))
+
+
+def join(run):
+    """The first process writes, and gives the folder."""
+    device = run.cfg.device
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     run.writes_files = RANK == 0
     run.folder = gather([run.folder])[0]
-    if cfg.resume:
-        check_checkpoints(run)
-
-
-def check_checkpoints(run):
-    """Raises InputError where machines without a disk in common see other checkpoints."""
-    newest = max(run.folder.glob("checkpoint_*.pt"), default=Path("none"))
-    seen = dict(gather([(socket.gethostname(), newest.name)]))
-    if len(set(seen.values())) > 1:
-        raise starter.InputError(
-            f"resume: the newest checkpoint in {run.folder} differs by machine: {seen}; copy that "
-            "folder to each of them, to the same place"
-        )
 
 
 def gather(items):

@@ -22,10 +22,11 @@ def safely(what, function, *arguments):
 
 
 def write_whole(path, data):
-    """Writes a file, which gets its name when it is whole: a full disk leaves the one before."""
+    """Writes a small file, which gets its name when it is whole: a full disk leaves that before."""
     unfinished = path.with_name(f"unfinished_{path.name}")
     try:
         unfinished.write_bytes(data)
-        unfinished.replace(path)
-    finally:
+    except OSError:
         unfinished.unlink(missing_ok=True)
+        raise
+    unfinished.replace(path)

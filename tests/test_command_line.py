@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 import signal
 import subprocess
@@ -53,14 +54,56 @@ def test_help_lists_every_parameter_with_its_comment(capsys):
     assert "# responses to one prompt" in printed and "cfg = " not in printed
 
 
+def test_misspelt_name_gets_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        starter.settings_from(["--n-trainsteps=5"])
+    assert "--n_trainsteps=5 is not known; near it: ['n_train_steps'" in capsys.readouterr().err
+
+
+def command(checkpoint, folder, **changes):
+    """The command line of a short run of the shipped reward."""
+    given = settings(checkpoint, folder, task="countdown_small", **changes)
+    del given["reward"]
+    return [sys.executable, "-u", starter.__file__, *(f"--{name}={x}" for name, x in given.items())]
+
+
+@pytest.mark.slow
+def test_console_that_lacks_characters_shows_others(checkpoint, tmp_path):
+    """As of Windows. The model's tokenizer knows none of these, so the prompt is shown."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "\u00e9 \U0001f600", "answer": 1}\n', "utf-8")
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "\u00e9\u00e9", "answer": 1}\n', "utf-8")
+    given = command(checkpoint, tmp_path / "runs", n_train_steps=1)
+    given += [f"--task={tmp_path}/data.jsonl", f"--eval_file={tmp_path}/eval.jsonl"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(given, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Sample: '??'" in done.stdout
+
+
+@pytest.mark.slow
+def test_log_that_nobody_reads_any_more_ends_the_run_in_a_sentence(checkpoint, tmp_path):
+    """As after `| head -1`. The run saves the step before."""
+    process = subprocess.Popen(
+        command(checkpoint, tmp_path, n_train_steps=50),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    while not process.stdout.readline().startswith("Step 2/"):
+        assert process.poll() is None
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=300) == 1
+    assert errors.endswith("starter.py stopped: nobody reads its log any more\n")
+    assert "Traceback" not in errors and list(tmp_path.glob("*/checkpoint_*.pt"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["=== Running Quick Tests", "Step 1/"])
 def test_ctrl_c_ends_with_code_130(checkpoint, tmp_path, moment):
     """While it trains, it ends after its step with a checkpoint and the model."""
-    given = settings(checkpoint, tmp_path, task="countdown_small", n_train_steps=300)
-    del given["reward"]
     process = subprocess.Popen(
-        [sys.executable, "-u", starter.__file__, *(f"--{name}={x}" for name, x in given.items())],
+        command(checkpoint, tmp_path, n_train_steps=300),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -136,3 +136,17 @@ def test_options_that_save_memory_keep_the_curve(checkpoint, tmp_path, changes, 
     assert "does not fit" not in capsys.readouterr().out
     saved = load_file(runs[1]["run_folder"] / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_linear_layer_that_takes_other_inputs_gets_no_adapter():
+    """As the grouped layers of DeepSeek-V4."""
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, groups):
+            return torch.einsum("bgi,oi->bgo", groups, self.weight)
+
+    policy = make_model("qwen3")
+    policy.model.layers[0].self_attn.o_proj.__class__ = Grouped
+    names = lora.layers_to_adapt(policy)
+    assert "model.layers.1.self_attn.o_proj" in names
+    assert "model.layers.0.self_attn.o_proj" not in names

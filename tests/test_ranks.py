@@ -231,5 +231,58 @@ def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_pat
     assert output.count("=== Report") == 1 and f"after step {step}\n" in output
 
 
+OF_TWO_MACHINES = """
+import ast, os, sys
+from pathlib import Path
+import starter
+from conftest import settings
+folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
+os.chdir(folder / os.environ["RANK"])
+if changes.pop("fails", None) == int(os.environ["RANK"]):
+    starter.init_policy = None
+print(starter.main(**settings(checkpoint, "runs", **changes))["after"])
+"""
+
+
+def test_machines_without_a_common_disk_train_and_a_resume_says_what_is_missing(
+    checkpoint, tmp_path
+):
+    """Each of the two processes sees a folder of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO_MACHINES)
+    for name in "01":
+        (tmp_path / name).mkdir()
+
+    def go(**changes):
+        launcher = torchrun(script, tmp_path, checkpoint, changes)
+        output, errors = launcher.communicate(timeout=600)
+        return launcher.returncode, output, errors
+
+    status, output, errors = go(n_train_steps=2, use_kl_penalty=True)
+    assert status == 0, errors
+    assert output.count("=== Report") == 1
+    [run] = (tmp_path / "0").glob("runs/*")
+    assert (run / "model" / "model.safetensors").is_file() and not [
+        *(tmp_path / "1").glob("runs/*")
+    ]
+    given = dict(n_train_steps=3, use_kl_penalty=True, resume=True)
+    status, _, errors = go(**given)
+    assert status != 0 and "each machine needs the same newest checkpoint" in errors
+    assert "checkpoint_00000002.pt" in errors and "no such folder" in errors
+    shutil.copytree(tmp_path / "0" / "runs", tmp_path / "1" / "runs")
+    status, output, errors = go(**given)
+    assert status == 0 and "after step 2\n" in output, errors
+
+
+def test_process_that_fails_ends_the_others(checkpoint, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO_MACHINES)
+    for name in "01":
+        (tmp_path / name).mkdir()
+    launcher = torchrun(script, tmp_path, checkpoint, dict(fails=1))
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0 and "'NoneType' object is not callable" in errors
+
+
 if __name__ == "__main__":
     make_runs(sys.argv[1])

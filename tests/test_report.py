@@ -88,6 +88,20 @@ def test_picture_shows_what_was_measured(finished):
         assert {(step, round(end, 9)) for end in ends} <= corners
 
 
+def test_picture_of_a_run_without_a_reference_has_no_empty_panel(finished):
+    figure = draw(mock.Mock(folder=finished[0]["run_folder"]), 10)
+    assert [panel.get_ylabel() for panel in figure.axes] == ["mean reward", "share solved"]
+
+
+def test_report_names_the_files_of_the_run(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, n_train_steps=1, lora_rank=2)
+    folder = starter.main(**given)["run_folder"]
+    printed = capsys.readouterr().out
+    for name in ("report.txt", "curve.png", "steps.html", "adapters/", "model/"):
+        assert name in printed.partition("=== Report")[2]
+        assert (folder / name).exists() or name == "curve.png"  # which is not drawn here
+
+
 def test_saved_model_that_is_not_the_policy_is_told_after_the_report(
     checkpoint, tmp_path, monkeypatch
 ):

@@ -13,18 +13,23 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from conftest import scalars, settings, variety
 from lab.crash_test import noisy_variety, outcome
 from safetensors.torch import load_file
 
 import starter
-from support import checkpoints, edits, guards
+from starter import RunStopped
+from support import checkpoints, edits, guards, report, steps
+from support.report import draw  # fixtures replace report.draw
 
 slow = pytest.mark.slow
 both = pytest.mark.parametrize("kind", ["alone", pytest.param("support", marks=slow)])
@@ -198,6 +203,80 @@ def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits
     assert outcome(tmp_path) == undisturbed(kind)
 
 
+# A disk that fills
+
+FULL = {  # what is being written then: whose call fills the disk, and which one
+    "a checkpoint": (starter.Run, "save", 3),
+    "a checkpoint, in its middle": (os, "fsync", 3),
+    "the model": (starter, "weights_by_name", 1),
+    "the model, in its middle": (transformers.PreTrainedModel, "save_pretrained", 1),
+    "the log": (starter, "log_train", 3),
+}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Returns a disk of 20 MB, and fills it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], check=False)
+    if made.returncode:
+        pytest.skip("no disk can be made here")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("kind", ["alone", "support"])
+@pytest.mark.parametrize("written", FULL)
+@slow
+def test_full_disk_leaves_the_last_checkpoint_whole_and_nothing_half_written(
+    checkpoint, small_disk, written, kind
+):
+    def fill():
+        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        if written == "a checkpoint, in its middle":
+            raise OSError("No space left on device")
+
+    given = settings(checkpoint, small_disk / "runs", save_every=1)
+    with at_call(*FULL[written], fill), pytest.raises(RunStopped, match="cannot be written") as end:
+        run(kind, **given)
+    assert re.search(r"needs [\d.e-]+ GB, and [\d.e-]+ GB are free; make room", str(end.value))
+    [folder] = (small_disk / "runs").iterdir()
+    names = {path.name.split(".")[0].rstrip("0123456789") for path in folder.iterdir()}
+    assert names <= {"checkpoint_", "events", "settings", "steps", "", "starter_from_step_"}
+    for path in folder.glob("checkpoint_*"):
+        assert zipfile.ZipFile(path).testzip() is None
+    (small_disk / "other").unlink()
+    resumed = run(kind, **given, resume=str(folder))  # the command that the message names
+    assert resumed["after"] == run(kind, **settings(checkpoint, small_disk / "b"))["after"]
+
+
+@pytest.mark.parametrize(
+    "owner, name, what",
+    [
+        (report, "draw", "curve.png"),
+        (report, "write_report", "the report"),
+        (steps.Page, "add", "steps.html"),
+    ],
+)
+@slow
+def test_full_disk_costs_a_picture_and_not_the_run(
+    checkpoint, small_disk, capsys, monkeypatch, owner, name, what
+):
+    monkeypatch.setattr(report, "draw", draw)
+
+    def fill():
+        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+
+    given = settings(checkpoint, small_disk / "runs", n_train_steps=1)
+    emptied = at_call(starter.Run, "save", None, lambda: (small_disk / "other").unlink(True))
+    with at_call(owner, name, 1, fill), emptied:
+        result = run("support", **given)
+    assert f"{what} ends here: OSError(28" in capsys.readouterr().out
+    left = [path.name for path in result["run_folder"].iterdir() if "unfinished" in path.name]
+    assert not left and (result["run_folder"] / "model" / "model.safetensors").is_file()
+
+
 # What resume finds
 
 
@@ -232,6 +311,35 @@ def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(ch
     assert list(scalars(newer)["train/loss"]) == [1, 2]
     source = Path(starter.__file__).read_bytes()
     assert (newer / "starter_from_step_2.py").read_bytes() == source
+
+
+def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint, tmp_path, capsys):
+    """Names are of local time, and folders are renamed."""
+    for name in ("z", "lr[0.1]"):
+        result = run("alone", **settings(checkpoint, tmp_path, run_name=name, n_train_steps=1))
+        folder = result["run_folder"]
+    renamed = folder.rename(tmp_path / "0 best [0.1]")
+    os.utime(next(tmp_path.glob("*_z")) / "settings.json", (0, 0))
+    capsys.readouterr()
+    for resume in (True, str(renamed)):
+        again = run("alone", **settings(checkpoint, tmp_path, n_train_steps=1, resume=resume))
+        assert again["run_folder"] == renamed and "after step 1\n" in capsys.readouterr().out
+
+
+def test_settings_of_two_runs_with_the_same_reward_are_the_same_text():
+    """A function's text holds its address, which differs from process to process."""
+    texts = [starter.text_of_settings(starter.cfg_with(reward=f)) for f in (lambda: 0, lambda: 0)]
+    assert texts[0] == texts[1] and "lambda" in texts[0]
+
+
+def test_compiled_copy_of_the_policy_is_refused_before_the_first_step(checkpoint, tmp_path):
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    run_ = starter.Run(starter.cfg_with(out_dir=tmp_path))
+    policy.compile()
+    run_.open(policy, torch.optim.SGD(policy.parameters()))
+    compiled = torch.compile(policy)
+    with pytest.raises(starter.InputError, match=r"write policy.compile\(\) instead"):
+        run_.open(compiled, torch.optim.SGD(compiled.parameters()))
 
 
 def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
