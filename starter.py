@@ -248,6 +248,14 @@ def init_teacher(ref_model_id, tokenizer, device):
     return teacher.requires_grad_(False)
 
 
+def enable_checkpointing(policy):
+    """In train mode the layers then keep their inputs alone for the backward pass."""
+    if hasattr(policy, "activation_checkpointing_enable"):
+        policy.activation_checkpointing_enable()
+    else:  # its name before transformers 5.24
+        policy.gradient_checkpointing_enable()
+
+
 def turn_checkpointing_on(policy):
     """Gradient checkpointing runs layers again in the backward pass, if they are in train mode. All
     other modules stay in eval mode: dropout would change the log-probs at random."""
@@ -1230,6 +1238,12 @@ def clip_gradient(parameters, max_norm):
 # Sampling
 
 
+def name_of_cache(model):
+    """Returns what this version of transformers calls the cache of a model's keys and values."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
 @mechanic
 def start_decoding(policy, prompts):
     """B prompts -> a function that returns the (B, V) logits of each row's next token. It is called
@@ -1245,6 +1259,7 @@ def start_decoding(policy, prompts):
     for length, rows in rows_of_length.items():
         ids[length] = torch.tensor([prompts[row] for row in rows], device=policy.device)
     caches = dict.fromkeys(ids)
+    of_cache = name_of_cache(policy)
     order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # the inverse permutation
 
     def next_logits(tokens):
@@ -1256,13 +1271,13 @@ def start_decoding(policy, prompts):
             n_known = 0 if caches[length] is None else n - 1
             outputs = policy(
                 input_ids=ids[length][:, n_known:],
-                past_key_values=caches[length],
                 # Some models would count from 0 in each call
                 position_ids=torch.arange(n_known, n, device=policy.device).expand(len(rows), -1),
                 use_cache=True,
                 logits_to_keep=1,
+                **{of_cache: caches[length]},
             )
-            caches[length] = getattr(outputs, "past_key_values", None)
+            caches[length] = getattr(outputs, of_cache, None)
             logits.append(outputs.logits[:, -1])
         return torch.cat(logits)[order.to(policy.device)]
 
@@ -1838,7 +1853,7 @@ def main(
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
         cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
     if cfg.gradient_checkpointing:
-        policy.gradient_checkpointing_enable()
+        enable_checkpointing(policy)
     llm = None
     if cfg.engine == "vllm":
         longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)

@@ -196,7 +196,7 @@ def test_sampling_ignores_train_mode_checkpointing_and_the_generation_config(pol
     own = policy.generation_config
     own.update(top_k=1, repetition_penalty=5.0, max_length=3, do_sample=True, num_beams=2)
     policy.train()
-    policy.gradient_checkpointing_enable()
+    starter.enable_checkpointing(policy)
     generator = torch.get_rng_state()
     assert sample(policy) == before
     assert policy.generation_config is own
@@ -660,7 +660,7 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
     means.update({name: of_tokens.mean() for name, of_tokens in own.items()}, loss=own_loss / 30)
 
     if cfg.gradient_checkpointing:
-        policy.gradient_checkpointing_enable()
+        starter.enable_checkpointing(policy)
         starter.turn_checkpointing_on(policy)
     batch["old_log_probs"] = old
     path(*models)

@@ -136,7 +136,7 @@ def checkpoint_layers(case):
         raise starter.InputError("it has no gradient checkpointing")
     cfg = starter.cfg_with(**{**vars(CFG), "gradient_checkpointing": True})
     models.check_reading(case.policy, case.prompts, cfg)
-    case.policy.gradient_checkpointing_enable()
+    starter.enable_checkpointing(case.policy)
     starter.turn_checkpointing_on(case.policy)
 
 

@@ -58,7 +58,7 @@ def read_prompts(model, prompts):
     a cache of keys and values with B rows. Equal prompts are read once."""
     distinct, which = prompts.unique(dim=0, return_inverse=True)  # (P, L), (B,)
     outputs = model.base_model(input_ids=distinct.clamp(min=0), use_cache=True)
-    cache = getattr(outputs, "past_key_values", None)
+    cache = getattr(outputs, starter.name_of_cache(model.base_model), None)
     layers = getattr(cache, "layers", [None])
     if any(type(layer) is not DynamicLayer for layer in layers):
         raise DoesNotFit("it has layers that do not look back without end")
@@ -78,10 +78,14 @@ def read_on(model, ids, n, cache):
         input_ids=ids[:, -n:],
         attention_mask=is_token,
         position_ids=positions[:, -n:],
-        past_key_values=cache,
         use_cache=True,
+        **{starter.name_of_cache(model.base_model): cache},
     )
     return last_hidden_state(outputs)
+
+
+def is_checkpointed(model):
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def prompts_apart(ids, mask):
@@ -102,7 +106,7 @@ def hidden_states(model, rows, precision):
     mask = rows["response_mask"]
     has_prompts = mask.int().argmax(dim=1).any()  # of two tokens and more
     with starter.autocast(ids.device, precision):
-        if ids.device.type != "cpu" or model.is_gradient_checkpointing or not has_prompts:
+        if ids.device.type != "cpu" or is_checkpointed(model) or not has_prompts:
             outputs = model.base_model(input_ids=ids, use_cache=False)
             return last_hidden_state(outputs)[mask]
         prompts, ids_after, mask_after = prompts_apart(ids, mask)

@@ -3,10 +3,9 @@
 import functools
 import inspect
 import random
-from datetime import datetime
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import starter
 from starter import InputError
@@ -44,7 +43,7 @@ def mend_model(policy, tokenizer, unread):
     if end not in (None, tokenizer.eos_token_id, *stop_tokens):
         policy.generation_config.eos_token_id = [x for x in stop_tokens if x is not None] + [end]
     tokenizer.apply_chat_template = functools.partial(
-        tokenizer.apply_chat_template, strftime_now=datetime(2024, 7, 26).strftime
+        tokens.on_a_fixed_date, tokenizer.apply_chat_template
     )
     engines.give_head(policy)
 
@@ -134,6 +133,8 @@ def last_columns(n):
 
 def fault_of_reading(policy, ids, lengths, cfg):
     """Returns what is wrong with a forward and a backward pass, or None."""
+    if type(policy.config) not in AutoModelForCausalLM._model_mapping:
+        return "for its type transformers has no model of text alone (AutoModelForCausalLM)"
     weights = checksum(policy)
     with torch.no_grad():
         for n in (*lengths, ids.shape[1] - 1):
@@ -185,4 +186,5 @@ def start_decoding(policy, prompts):
         return policy(input_ids=input_ids, use_cache=False)
 
     read.device = policy.device
+    read.forward = policy.forward
     return edits.own("start_decoding")(read, prompts)

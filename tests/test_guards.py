@@ -273,6 +273,7 @@ def test_warning_is_printed_again_at_the_end_if_it_still_holds(watch, capsys):
     assert "other skills are lost (sort from 90% to 60%)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path, capsys):
     with mock.patch.object(guards, "step_signs", return_value=[("drift", "it drifts")]):
         for n, resume in ((1, None), (2, True)):

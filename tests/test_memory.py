@@ -188,6 +188,7 @@ def test_comparison_leaves_no_gradient_also_of_parameters_beside_the_policy(
     assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
 
 
+@pytest.mark.slow
 def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
     checkpoint, tmp_path, capsys, device
 ):

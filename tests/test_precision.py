@@ -26,6 +26,7 @@ def scaler_from(scale):
     return mock.patch.object(torch.amp, "GradScaler", made)
 
 
+@pytest.mark.slow
 def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(checkpoint, tmp_path):
     """More of them in a row than other steps that are not finite, which stop a run. The loss scale
     falls at once: a resumed run must not begin with the first one."""
@@ -42,6 +43,7 @@ def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(che
         assert parts[name] == whole[name]
 
 
+@pytest.mark.slow
 def test_norm_is_that_of_the_unscaled_gradient(checkpoint, tmp_path):
     norms = []
     for scale in (1.0, 2.0**14):

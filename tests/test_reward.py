@@ -386,7 +386,7 @@ def test_run_without_some_scores_trains_and_evaluates_the_others(checkpoint, tmp
     assert "is skipped" not in printed and "gradient is 0" not in printed
 
 
-@pytest.mark.parametrize("with_support", [True, False])
+@pytest.mark.parametrize("with_support", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_run_that_the_reward_ends_goes_on_from_the_step_before(
     checkpoint, tmp_path, capsys, monkeypatch, with_support
 ):
@@ -413,6 +413,7 @@ def test_run_that_the_reward_ends_goes_on_from_the_step_before(
     assert resumed["after"] == starter.main(**settings(checkpoint, tmp_path / "b"))["after"]
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_path):
     calls = itertools.count()
     cancelled = threading.Event()

@@ -113,9 +113,9 @@ def steps_in(printed, what="Step"):
 KILLS = [
     ("alone", starter, "evaluate", 2, 2),
     ("alone", os, "fsync", 2, 2),
-    ("support", torch.optim.AdamW, "step", 6, 2),
 ]
 MORE_KILLS = [
+    ("support", torch.optim.AdamW, "step", 6, 2),
     ("alone", starter, "log_train", 2, 0),
     ("support", starter, "evaluate", 1, 0),
     ("support", Path, "unlink", 1, 6),
@@ -147,6 +147,7 @@ def test_run_depends_on_its_seed_and_not_on_global_generators(checkpoint, tmp_pa
     assert outcome(tmp_path / "other") != undisturbed("alone")
 
 
+@slow
 def test_signal_ends_the_run_after_its_step_with_a_checkpoint(
     checkpoint, tmp_path, undisturbed, capsys
 ):

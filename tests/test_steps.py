@@ -78,6 +78,7 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
     assert (0.3 * k3 - ratio * advantages).mean().item() == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.slow
 @of_the_shipped_loss
 def test_first_last_and_six_between_are_kept_also_before_a_resume(
     checkpoint, tmp_path, monkeypatch

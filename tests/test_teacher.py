@@ -94,6 +94,7 @@ def kl_to_teacher(result):
     return list(scalars(result["run_folder"])["0_headline/kl_to_teacher"].values())
 
 
+@pytest.mark.slow
 def test_run_without_a_reward_follows_its_teacher_and_names_it(
     checkpoint, teacher, tmp_path, capsys, monkeypatch
 ):

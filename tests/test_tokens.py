@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import starter
-from support import tasks
+from support import rules, tasks
 
 from conftest import make_tokenizer, settings, small_sums
 from tokenizers.processors import TemplateProcessing
@@ -83,6 +83,7 @@ def expected(tmp_path_factory):
     return solved, length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CASES)
 def test_other_tokenizer_solves_as_much(tmp_path, capsys, expected, change):
     assert before_training(tmp_path, change) == expected
@@ -145,22 +146,23 @@ TURNS = [
 ]
 
 
+def check_template(template, **problem):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    cfg = starter.cfg_with(enable_thinking=True)
+    problem["prompt_ids"] = starter.ids_of_prompt(problem, tokenizer, True)
+    rules.check_template([problem], tokenizer, cfg)
+
+
 @pytest.mark.parametrize("n_turns", [2, 3])
-def test_each_message_of_each_problem_must_be_in_its_prompt(tmp_path, capsys, n_turns):
+def test_each_message_of_each_problem_must_be_in_its_prompt(capsys, n_turns):
     """But for the reasoning of earlier turns, which templates cut on purpose."""
-    model, _ = changed_model(tmp_path, with_template(TOOL_IS_LEFT_OUT))
-
-    def task(cfg):
-        problems, held_out = small_sums(cfg)
-        problems[7]["prompt"] = [*TURNS[:n_turns], {"role": "user", "content": "so?"}]
-        return problems, held_out
-
-    given = settings(model, tmp_path / "runs", task=task, n_train_steps=1)
+    prompt = [*TURNS[:n_turns], {"role": "user", "content": "so?"}]
     if n_turns == 3:
         with pytest.raises(starter.InputError, match="leaves out {'role': 'tool', 'content': 'sun"):
-            starter.main(**given)
+            check_template(TOOL_IS_LEFT_OUT, prompt=prompt)
     else:
-        starter.main(**given)
+        check_template(TOOL_IS_LEFT_OUT, prompt=prompt)
         assert "leaves out the reasoning of 1 earlier turns" in capsys.readouterr().out
 
 
@@ -177,16 +179,9 @@ def test_tools_and_switches_of_a_problem_reach_its_template():
     assert text == "find add 1 short<|assistant|>"
 
 
-def test_switches_that_a_template_lacks_are_said(tmp_path, capsys):
-    model, _ = changed_model(tmp_path, with_template("{{ messages[0].content }}<|assistant|>"))
-
-    def task(cfg):
-        problems, held_out = small_sums(cfg)
-        problems[3] |= {"tools": [TOOL], "chat_template_kwargs": {"style": "short"}}
-        return problems, held_out
-
-    given = settings(model, tmp_path / "runs", task=task, n_train_steps=1, enable_thinking=True)
-    starter.main(**given)
+def test_switches_that_a_template_lacks_are_said(capsys):
+    problem = {"prompt": "add 1", "tools": [TOOL], "chat_template_kwargs": {"style": "short"}}
+    check_template("{{ messages[0].content }}<|assistant|>", **problem)
     printed = capsys.readouterr().out
     for name in ("enable_thinking", "style", "tools"):
         assert f"Warning: the chat template has no {name}, so" in printed
@@ -223,6 +218,7 @@ def test_template_that_writes_the_date_gives_the_same_prompts_on_another_day(tmp
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == DATED
 
 
+@pytest.mark.slow
 def test_model_with_an_invalid_generation_config_is_saved(tmp_path):
     """As of Vicuna 1.5."""
     model, _ = changed_model(tmp_path, lambda tokenizer: {"temperature": 0.9, "top_p": 0.6})
