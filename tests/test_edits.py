@@ -592,7 +592,7 @@ def compare_with_loss(checkpoint, folder, name):
 ALL = pytest.param([*EDITS], marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("with_support", [False, True])
+@pytest.mark.parametrize("with_support", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("names", [["entropy_bonus"], ALL])
 def test_edits_take_effect(names, with_support, tmp_path):
     model = save_checkpoint(tmp_path / "model")
@@ -632,6 +632,7 @@ def test_edited_mechanics_run_in_the_place_of_those_of_support(checkpoint, tmp_p
     assert outcome["status"] == 0, outcome["stderr"]
 
 
+@pytest.mark.slow
 def test_function_that_is_set_between_two_runs_runs_in_the_second(
     checkpoint, tmp_path, monkeypatch
 ):

@@ -153,6 +153,7 @@ def test_signal_that_comes_while_processes_gather_ends_the_run_after_the_next_st
     assert guard.after_step(5, FINE, *STEP_DATA)
 
 
+@pytest.mark.slow
 def test_run_in_another_thread_leaves_signals_alone_also_after_one_that_failed(
     checkpoint, tmp_path
 ):

@@ -89,6 +89,7 @@ def test_policy_without_its_adapters_is_the_reference(is_fast, estimator, tmp_pa
 LORA = dict(lora_rank=4, use_kl_penalty=True, kl_coef=0.1, learning_rate=1e-2)
 
 
+@pytest.mark.slow
 def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint, tmp_path):
     changes = dict(LORA, n_train_steps=2, save_every=1)
     whole = starter.main(**settings(checkpoint, tmp_path / "whole", **changes))
@@ -110,6 +111,7 @@ def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint,
     assert changed == {name for name in before if "_proj.weight" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2"])  # whose weights are transposed
 def test_saved_adapters_make_the_saved_model_of_the_base(tmp_path, family):
     base = save_checkpoint(tmp_path / "base", family=family)

@@ -93,6 +93,7 @@ def test_picture_of_a_run_without_a_reference_has_no_empty_panel(finished):
     assert [panel.get_ylabel() for panel in figure.axes] == ["mean reward", "share solved"]
 
 
+@pytest.mark.slow
 def test_report_names_the_files_of_the_run(checkpoint, tmp_path, capsys):
     given = settings(checkpoint, tmp_path, n_train_steps=1, lora_rank=2)
     folder = starter.main(**given)["run_folder"]

@@ -453,6 +453,7 @@ def test_mistake_in_support_is_said_as_one(checkpoint, tmp_path, monkeypatch, ca
     assert "does not fit" not in printed
 
 
+@pytest.mark.slow
 def test_function_around_a_mechanic_after_a_run_that_failed_runs_in_the_next(
     checkpoint, tmp_path, monkeypatch
 ):
