@@ -1380,16 +1380,17 @@ def load_checkpoint(policy, optimizer, saved):
 
 def check_can_be_saved(state):
     """Raises InputError for what could not be read back from a checkpoint, which holds no code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            "run.state cannot be read back from a checkpoint: keep dicts, lists, numbers, texts "
-            f"and tensors in it alone ({error!s:.300})"
-        ) from error
+    for name, value in state.items():
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise InputError(
+                f"run.state[{name!r}] cannot be read back from a checkpoint; keep dicts, lists, "
+                "numbers, texts and tensors in run.state alone"
+            ) from error
 
 
 @contextlib.contextmanager

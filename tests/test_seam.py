@@ -388,7 +388,7 @@ EDITS = dict(
     gradient_noise=Edit({'            sums["grad_norm"] = clip_gradient': NOISE}, ends_well),
     response_in_the_state=Edit(
         {"        # 5. Log, evaluate and save.": "        state['first'] = responses[0]"},
-        refused(r"run.state\['first'\] is a Response, which cannot be read back"),
+        refused(r"run.state\['first'\] cannot be read back from a checkpoint"),
         n_train_steps=1,
     ),
     kl_on_prompt_tokens=Edit({"    loss = torch.where(mask": PROMPT_KL}, page_has_pushes, **KL),
