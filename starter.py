@@ -21,7 +21,7 @@ GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
 tokens are weighted by pi / sampler, at most 2, where the engine that sampled computes otherwise;
-the KL term's value is k3, but its mean gradient at each token that of KL(policy || reference).
+the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
 
 Shapes: P prompts, G responses to each, B rows of a batch (one for each response), T columns, N
 tokens, V tokens in the vocabulary. Four log-probs of a sampled token: policy (pi, of the weights
@@ -162,8 +162,8 @@ def problems_of_files(cfg):
 
 
 def load_problems(cfg):
-    """Returns the Problems of cfg.task: a function, a name in TASKS, or the path of a file. Some
-    models have problems of other skills beside them, each with its skill's name under "skill"."""
+    """Returns the Problems of cfg.task: a function, a name in TASKS, or the path of a file. A file
+    retention.jsonl in the model's folder holds those of other skills."""
     task = cfg.task
     if not callable(task):
         task = TASKS.get(task, problems_of_files)
@@ -200,6 +200,23 @@ def autocast(device, precision):
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
+def check_loaded(model_id, policy, loading):
+    """Raises InputError where transformers has loaded another model than the checkpoint holds."""
+    if loading["missing_keys"]:  # transformers has given random numbers to them
+        raise InputError(
+            f"{str(model_id)!r} cannot be loaded: it holds no weights for "
+            f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
+        )
+    if hasattr(policy.config, "quantization_config"):
+        raise InputError(
+            f"{str(model_id)!r} holds quantised weights, which cannot be trained and saved; give "
+            "the checkpoint from which it was made"
+        )
+    unread = sorted(loading["unexpected_keys"])
+    if unread:
+        print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
+
+
 def init_policy(model_id, device):
     """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: bf16
     keeps 8 bits of a weight, and most updates at learning rates below 1e-5 are smaller."""
@@ -216,19 +233,7 @@ def init_policy(model_id, device):
             f"{str(model_id)!r} {is_folder}cannot be loaded ({' '.join(str(error).split()):.300}); "
             "give a folder written by save_pretrained, or a Hugging Face name"
         ) from error
-    if loading["missing_keys"]:  # transformers would give random numbers to them
-        raise InputError(
-            f"{str(model_id)!r} cannot be loaded: it holds no weights for "
-            f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
-        )
-    if loading["unexpected_keys"]:
-        unread = sorted(loading["unexpected_keys"])
-        print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
-    if hasattr(policy.config, "quantization_config"):
-        raise InputError(
-            f"{str(model_id)!r} holds quantised weights, which cannot be trained and saved; give "
-            "the checkpoint from which it was made"
-        )
+    check_loaded(model_id, policy, loading)
     make_logits_float32(policy)
     support = find_support()
     if support:  # what is odd in some models and tokenizers
@@ -252,11 +257,11 @@ def enable_checkpointing(policy):
     """In train mode the layers then keep their inputs alone for the backward pass."""
     if hasattr(policy, "activation_checkpointing_enable"):
         policy.activation_checkpointing_enable()
-    else:  # its name before transformers 5.24
+    else:  # the same, in transformers before 5.24
         policy.gradient_checkpointing_enable()
 
 
-def turn_checkpointing_on(policy):
+def set_train_mode_of_checkpointed_layers(policy):
     """Gradient checkpointing runs layers again in the backward pass, if they are in train mode. All
     other modules stay in eval mode: dropout would change the log-probs at random."""
     for module in policy.modules():
@@ -340,8 +345,8 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 # --------------------------------------------------------------------------------------------------
 # 3. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 #
-# rollout() below calls, by way of section 11, one of two engines. With transformers, decode() draws
-# the tokens of a batch one by one; start_decoding in section 11 runs the model for it.
+# rollout() calls, by way of sample() in section 11, one of two engines: rollout_with_transformers,
+# for which decode() draws the tokens one by one, or rollout_with_vllm.
 
 TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
@@ -361,6 +366,14 @@ def seed_for(cfg, purpose):
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
+    """P lists of prompt ids -> P * group_size Responses of the policy as it is now."""
+    seed = seed_for(cfg, purpose)
+    if llm is not None:
+        load_policy_into_vllm_instance(policy, llm)
+    return sample(policy, llm, prompts, cfg, seed, group_size, temperature)
 
 
 def scale_logits(logits, temperature):
@@ -481,20 +494,35 @@ def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
     return responses
 
 
-def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
-    """P lists of prompt ids -> P * group_size Responses of the policy as it is now."""
-    seed = seed_for(cfg, purpose)
-    if llm is not None:
-        load_policy_into_vllm_instance(policy, llm)
-    return sample(policy, llm, prompts, cfg, seed, group_size, temperature)
-
-
 # --------------------------------------------------------------------------------------------------
 # 4. Reward.  In: a response's text and its problem. Out: a number; from SOLVED on it is solved.
 
-# reward_fn, at the end of these helpers, is the one to change.
-
 SOLVED = 1 - 1e-6  # a sum of weights such as 0.6 + 0.3 + 0.1 is just below 1
+
+
+def reward_fn(response_text, problem):
+    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give one
+    to main(): a function (response_text, problem) -> number, or None for a response that it cannot
+    score. If it has a parameter that is named response, it gets the Response as well."""
+    return score_answer(response_text, problem)
+
+
+def no_reward(response_text, problem):
+    """In training with reward=None: the KL term alone teaches."""
+    return 0.0
+
+
+def score_answer(response_text, problem):
+    """1.0 if the answer in the tags is right, 0.1 if it is wrong, 0.0 without one. A problem with
+    "last_number": true needs no tags: 1.0 if the last number of the text is right, otherwise 0.0.
+    This scores the other skills, too, whatever the reward is."""
+    if problem.get("last_number"):
+        return float(is_right(last_number(response_text), problem))
+    answer = tagged_answer(response_text)
+    if not answer:
+        return 0.0
+    return 1.0 if is_right(answer, problem) else 0.1
+
 
 # "-12", "+5", "1,234.50", ".5" and "1e-05" are numbers; "007", "1/2" and "1,2" are texts
 NUMBER = re.compile(
@@ -541,30 +569,6 @@ def is_right(answer, problem):
     return any(same_answer(answer, str(gold)) for gold in right)
 
 
-def score_answer(response_text, problem):
-    """1.0 if the answer in the tags is right, 0.1 if it is wrong, 0.0 without one. A problem with
-    "last_number": true needs no tags: 1.0 if the last number of the text is right, otherwise 0.0.
-    This scores the other skills, too, whatever the reward is."""
-    if problem.get("last_number"):
-        return float(is_right(last_number(response_text), problem))
-    answer = tagged_answer(response_text)
-    if not answer:
-        return 0.0
-    return 1.0 if is_right(answer, problem) else 0.1
-
-
-def reward_fn(response_text, problem):
-    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give one
-    to main(): a function (response_text, problem) -> number, or None for a response that it cannot
-    score. If it has a parameter that is named response, it gets the Response as well."""
-    return score_answer(response_text, problem)
-
-
-def no_reward(response_text, problem):
-    """In training with reward=None: the KL term alone teaches."""
-    return 0.0
-
-
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
     Where a prompt ends with words of the assistant, the text begins with these. What a reward
@@ -583,7 +587,7 @@ def score(responses, problems, tokenizer, reward):
         problem = problems[i // group_size]
         more = {"response": responses[i]} if takes_response else {}
         try:
-            with torch.enable_grad():  # afterwards on again, if the reward turns it off
+            with torch.enable_grad():  # which then is on again, if the reward turns it off
                 values.append(reward(text, problem, **more))
         except Exception as error:
             error.add_note(
@@ -613,7 +617,8 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
     advantages = torch.where(is_scored, groups - mean, 0.0)
-    # Scored responses less one: the divisor of an unbiased variance. Where it is 0, std is nan.
+    # Scored responses less one: the divisor of an unbiased variance. Where it is 0, std is 0 / 0,
+    # which is nan, and counts as 0 below.
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
     # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
@@ -660,20 +665,21 @@ def make_batch(responses, advantages, device):
     for response, of_tokens in zip(responses, advantages.float()):
         n = len(response.response_ids)
         ids = torch.tensor(response.prompt_ids + response.response_ids)
-        before = torch.zeros(len(response.prompt_ids) - 1)  # columns whose label is of the prompt
+        of_prompt = torch.zeros(len(response.prompt_ids) - 1)  # whose label is of the prompt
         row = {
             "input_ids": ids[:-1],
             "labels": ids[1:],
-            "response_mask": torch.cat([before, torch.ones(n)]).bool(),
-            "rollout_log_probs": torch.cat([before, torch.tensor(response.log_probs)]),
-            "advantages": torch.cat([before, of_tokens[:n]]),
+            "response_mask": torch.cat([of_prompt, torch.ones(n)]).bool(),
+            "sampler_log_probs": torch.cat([of_prompt, torch.tensor(response.log_probs)]),
+            "advantages": torch.cat([of_prompt, of_tokens[:n]]),
             "finished": torch.tensor([response.finished]),
         }
         rows.append(row)
     batch = {}
     for name in rows[0]:
         padding = -1 if name == "input_ids" else 0
-        batch[name] = pad_sequence([row[name] for row in rows], True, padding)
+        columns = [row[name] for row in rows]
+        batch[name] = pad_sequence(columns, batch_first=True, padding_value=padding)
     # Padded with the row's first id: some models break at the padding token's own id
     ids = batch["input_ids"]
     batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
@@ -783,7 +789,8 @@ def get_response_log_probs(
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
 # reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
 # is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
-# gradient of KL(policy || reference) of the next token, given those before it.
+# gradient of KL(policy || reference) of the next token, given those before it. (Tokens are weighted
+# by pi / sampler, which makes samples of the sampler's engine count as the policy's own.)
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -828,12 +835,10 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     With kl_gradient = "reverse" the gradient is pi_over_sampler * d * grad log pi, whichever
     estimator gives the number: weighted so, the sampler's tokens count as often as the policy would
     draw them. "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
-    d = policy_log_probs - ref_log_probs
-    estimator = ESTIMATORS[cfg.kl_estimator]
     if cfg.kl_gradient == "as_written":
-        return estimator(d)
-    d = d.detach()
-    value = estimator(d.clamp(-20, 20))  # beyond, exp(-d) could overflow
+        return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
+    d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
+    value = compute_kl_divergence(d.clamp(-20, 20), 0.0, cfg.kl_estimator)  # exp(-d) may overflow
     return add_gradient(value, pi_over_sampler * d * policy_log_probs)
 
 
@@ -860,11 +865,9 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
         "adaptive_kl/adapted_kl": charged,
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
     }
-    for (
-        name,
-        estimator,
-    ) in ESTIMATORS.items():  # so weighted, their means are of the policy's samples
-        metadata[f"kl_{name}"] = pi_over_sampler * estimator(d.clamp(-20, 20))
+    for name in ESTIMATORS:  # so weighted, their means are of the policy's samples
+        estimate = compute_kl_divergence(d.clamp(-20, 20), 0.0, name)
+        metadata[f"kl_{name}"] = pi_over_sampler * estimate
     if cfg.kl_in == "loss_to_go":
         # Token t also pays for the later KL to which it leads. On policy this is the gradient of
         # the whole response's KL; "exact" has the least noise.
@@ -879,11 +882,11 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
 
     A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
     the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL.
-    With a term rule each token pays for the whole response: a rule may look at all of it, so that
-    earlier tokens bear on what later ones and also what the ones before them are charged."""
+    With a term rule each token pays for the whole response, since what a rule makes of a token may
+    depend on those after it."""
     d = (sampler_log_probs - ref_log_probs).detach()
-    kl = apply_term_rule(ESTIMATORS[cfg.kl_estimator](d), d, mask, cfg)
-    to_go = sum_to_go(kl, mask)
+    kl = compute_kl_divergence(d, 0.0, cfg.kl_estimator)
+    to_go = sum_to_go(apply_term_rule(kl, d, mask, cfg), mask)
     if rule_among(TERM_RULES, cfg) is not None:
         return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
     return to_go
@@ -959,7 +962,7 @@ def masked_mean(tensor, mask, dim=None):
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
-def means_of_tokens(tensors, mask):
+def means_for_log(tensors, mask):
     """For the log: {name: (B, T) tensor} -> {name: its mean over the mask}."""
     return {name: masked_mean(tensor.detach().float(), mask) for name, tensor in tensors.items()}
 
@@ -1017,10 +1020,10 @@ def compute_loss(
     if ref_log_probs is not None:
         cfg = kl_settings or KLSettings()
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        kl, kl_metadata = kl_in_loss(  # also for the log alone
+        kl, kl_metadata = kl_in_loss(
             policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
         )
-        if cfg.kl_in == "reward":
+        if cfg.kl_in == "reward":  # the line above was for the log alone
             kl = kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg)
             advantages = advantages - kl_coef * kl
         else:
@@ -1030,7 +1033,7 @@ def compute_loss(
     # Rollout-Training Mismatch in Modern RL Systems").
     advantages = advantages * torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
     loss, metadata = ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range)
-    return loss + kl_loss, means_of_tokens({**kl_metadata, **metadata}, mask)
+    return loss + kl_loss, means_for_log({**kl_metadata, **metadata}, mask)
 
 
 def check_reference(stats, log_ratio):
@@ -1059,7 +1062,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     if "old_log_probs" not in microbatch:
         microbatch["old_log_probs"] = log_probs.detach()
     old_log_probs = microbatch["old_log_probs"]
-    sampler_log_probs = microbatch["rollout_log_probs"]
+    sampler_log_probs = microbatch["sampler_log_probs"]
     stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
     log_ratio = stats.pop("log_ratio", None)
     if log_ratio is not None and cfg.kl_estimator in EXACT:
@@ -1079,7 +1082,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     )
     loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()
     scaler.scale(loss).backward()  # in fp16 small gradients would become 0
-    return loss.detach(), joined(metadata, means_of_tokens(stats, mask))
+    return loss.detach(), joined(metadata, means_for_log(stats, mask))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1179,8 +1182,8 @@ def find_support():
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes: here all. support/ gives each of
     several processes its share, and leaves out rows that have no gradient: those without an
-    advantage, where there is no KL term and the loss is as it was shipped. Means in the log are
-    then those of the other rows."""
+    advantage, where there is no KL term and the loss is as it was shipped. The log then has the
+    means over the rows that are left, of the entropy for example."""
     return batch
 
 
@@ -1454,8 +1457,8 @@ class Run:
     """A run's folder, and its state: what one step hands to the next besides weights and moments.
 
     A run that is resumed takes its settings from main(), as a new one does; from its folder come
-    the weights, the moments, and this state, which holds what a coefficient rule keeps. The
-    reference is made before that, of the weights with which training began."""
+    the weights, the moments, and this state, which holds what a coefficient rule keeps. main() has
+    made the reference before, of the weights with which training began."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -1587,7 +1590,8 @@ def train(
         state["before"] = state["after"]
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
-        # 1. Sample a group of responses to each prompt with the current policy.
+        # 1. Sample a group of responses to each prompt with the current policy. It is in eval mode,
+        # here and in the update: with dropout the log-probs of the two would differ.
         start = time.perf_counter()
         asked = problems_of_step(problems.train, step - 1, n_prompts, cfg.seed)
         prompts = [problem["prompt_ids"] for problem in asked]
@@ -1603,7 +1607,7 @@ def train(
 
         # 3. Lay the step out in (B, T) microbatches. The weights are those of the whole step.
         if cfg.gradient_checkpointing:
-            turn_checkpointing_on(policy)
+            set_train_mode_of_checkpointed_layers(policy)
         batch = make_batch(responses, advantages, policy.device)
         batch["weights"] = weights_of_tokens(batch, cfg)
         rows = rows_to_train_on(batch, policy, ref_model, cfg)
@@ -1614,7 +1618,7 @@ def train(
         set_learning_rate(optimizer, step, cfg)
         of_update = {}  # means over the epochs
         for epoch in range(cfg.epochs_per_rollout):
-            controller.follow(kl_coef)
+            controller.follow(kl_coef)  # in case that an edit has changed it
             beta = controller.beta
             sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
@@ -1665,9 +1669,20 @@ def train(
 # --------------------------------------------------------------------------------------------------
 # 14. The numbers.
 
-# A preset fills the parameters of main() that are None. support/presets.py adds those of the small
-# models. "auto" is this one, unless support/ chooses another for the machine.
+# A preset fills the parameters of main() that are None. support/presets.py adds more of them, and
+# chooses what "auto" is on this machine; without it "auto" is "qwen3-1.7b", also for other models.
 PRESETS = {
+    # What `python starter.py` runs without a GPU: a built-in model, which support/ has
+    "tiny": dict(
+        model_id="tiny",
+        task="countdown_small",
+        n_train_steps=150,
+        rollout_batch_size=256,
+        max_new_tokens=16,
+        learning_rate=3e-4,
+        warmup_steps=10,
+        max_tokens_per_microbatch=8_192,
+    ),
     "qwen3-1.7b": dict(
         model_id="Qwen/Qwen3-1.7B",
         task="countdown",
@@ -1730,8 +1745,8 @@ def check_names(cfg):
 
 
 def check_settings(cfg):
-    """Raises InputError for a value that would act like another one without a word. Python itself
-    finds other mistakes, and support/ explains them."""
+    """Raises InputError for settings that would have the run do something else than they say. Other
+    mistakes Python itself finds, and support/ explains them."""
     check_names(cfg)
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(
@@ -1740,8 +1755,11 @@ def check_settings(cfg):
         )
     if cfg.temperature <= 0:
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
-    if cfg.kl_in == "reward" and cfg.kl_estimator != "k1" and not cfg.reproduce_paper:
-        raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
+    if cfg.kl_in == "reward" and cfg.kl_estimator != "k1":
+        if cfg.kl_estimator in EXACT or not cfg.reproduce_paper:
+            raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
+    if cfg.ref_model_id and not cfg.use_kl_penalty:
+        raise InputError("ref_model_id is read with use_kl_penalty = True alone; set that")
     if find_support() is None and (cfg.lora_rank or cfg.frozen_in_bf16):
         raise InputError("lora_rank and frozen_in_bf16 need the folder support/ beside this file")
 
@@ -1777,12 +1795,12 @@ def main(
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
     kl_coef=0.3,  # measured on the built-in model and on SmolLM2; smaller ones did hardly anything
-    kl_estimator="k3",  # or "k1", "k2": another value, in "loss" the same gradient; or of EXACT
+    kl_estimator="k3",  # or "k1", "k2", for another number with the same gradient; or of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
-    reproduce_paper=False,  # True: run KL terms that are refused as of no use
+    reproduce_paper=False,  # True: run KL terms that are refused, since their gradient is wrong
     # Read by the rules of support/adaptive_rules.py alone
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token
@@ -1812,8 +1830,7 @@ def main(
     if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
         sys.stdout.reconfigure(errors="replace")
     support = find_support()
-    # What support/ does here: it checks kind and range of each setting, and chooses preset="auto"
-    if support:
+    if support:  # checks the kind and range of each setting, and chooses preset="auto"
         support.check_settings(cfg)
     elif model_id is None or task is None:
         raise InputError("support/ is not here, so give --model_id ID --task FILE.jsonl")
@@ -1826,8 +1843,7 @@ def main(
     choose_device(cfg)
     check_settings(cfg)
     run = Run(cfg)
-    # ... checks the memory and the folder of a resumed run, and joins several processes
-    if support:
+    if support:  # checks whether the model fits into the memory, and the folder of a resumed run
         support.check(run)
 
     # Load problems, model, reference, engine and optimiser.
@@ -1847,8 +1863,7 @@ def main(
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    # ... adds LoRA's adapters, and puts its mechanics in place
-    if support:
+    if support:  # adds LoRA's adapters, and puts its mechanics in place
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
@@ -1870,8 +1885,7 @@ def main(
     )
     run.open(policy, optimizer)
     watch = None
-    # ... and looks on: warnings, Ctrl-C, and after the run the report
-    if support:
+    if support:  # looks on: warnings, Ctrl-C, and after the run the report
         watch = support.watch(run, policy, ref_model, tokenizer, optimizer)
 
     try:
@@ -1920,7 +1934,9 @@ class KLSettings(SimpleNamespace):
 # --------------------------------------------------------------------------------------------------
 # 15. Quick tests.  They take two seconds and run before main().
 
-N_TOKENS = 200_000  # in the vocabulary of their models, so that you may forbid any token
+# The vocabulary of their models. It is as large as that of real ones, so that they also run where
+# scale_logits forbids some tokens of yours.
+N_TOKENS = 200_000
 
 
 def test_kl_gradient():

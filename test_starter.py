@@ -111,17 +111,18 @@ def whole_log_softmax(model, response, temperature=1.0):
 # The quick tests
 
 LOSS_OF_STEP = 'loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()'
-MASK = "torch.cat([before, torch.ones(n)])"
+MASK = "torch.cat([of_prompt, torch.ones(n)])"
 SCALED = (
     "    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays\n"
 )
 FORBIDDEN = "    logits = logits.index_fill(1, torch.tensor([33, 151_000]), -math.inf)\n"
+DIFFERENCE = "d = (policy_log_probs - ref_log_probs).detach()  # this"
 CHANGES = {  # name: a text of starter.py, what stands in its place, the quick test that then fails
     "sign of the loss": ("loss = -torch.minimum(", "loss = torch.minimum(", "test_step"),
     "labels not shifted": ('"labels": ids[1:]', '"labels": ids[:-1]', "test_step"),
     "mask too early": (MASK, MASK + ".roll(-1)", "test_step"),
-    "mask too late": (MASK, "torch.cat([before, torch.arange(n)])", "test_step"),
-    "KL swapped": ("d = policy_log_probs - ref", "d = -policy_log_probs + ref", "test_kl_gradient"),
+    "mask too late": (MASK, "torch.cat([of_prompt, torch.arange(n)])", "test_step"),
+    "KL swapped": (DIFFERENCE, DIFFERENCE.replace("= (", "= -("), "test_kl_gradient"),
     "exact KL swapped": ("(log_p.exp() * diff", "(-ref_log_p.exp() * diff", "test_kl_gradient"),
     "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),
     "mean of a microbatch": (LOSS_OF_STEP, "loss = masked_mean(loss, mask)", "test_step"),
@@ -519,7 +520,7 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
         "input_ids": [[5, 6, 7, 8], [5, 5, 5, 5]],
         "labels": [[6, 7, 8, 1], [0, 0, 0, 0]],
         "response_mask": [[0, 0, 1, 1], [1, 0, 0, 0]],
-        "rollout_log_probs": [[0, 0, -0.5, -0.25], [-3, 0, 0, 0]],
+        "sampler_log_probs": [[0, 0, -0.5, -0.25], [-3, 0, 0, 0]],
         "finished": [[1], [0]],
     }
     for advantages, laid_out in (
@@ -637,7 +638,7 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
     zeros = torch.zeros(mask.shape, dtype=torch.float64)
     rows = {name: zeros.masked_scatter(mask, of_tokens) for name, of_tokens in own.items()}
     old = rows["log_probs"].detach() + 0.4 * torch.arange(mask.shape[1]).sin()
-    sampler = batch["rollout_log_probs"]
+    sampler = batch["sampler_log_probs"]
     own["sampler_logprob_diff"] = (old - sampler)[mask].abs()
     loss, means = starter.compute_loss(
         batch["advantages"],
@@ -661,7 +662,7 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
 
     if cfg.gradient_checkpointing:
         starter.enable_checkpointing(policy)
-        starter.turn_checkpointing_on(policy)
+        starter.set_train_mode_of_checkpointed_layers(policy)
     batch["old_log_probs"] = old
     path(*models)
     for max_tokens in (10_000, 40, 1):

@@ -137,7 +137,7 @@ def checkpoint_layers(case):
     cfg = starter.cfg_with(**{**vars(CFG), "gradient_checkpointing": True})
     models.check_reading(case.policy, case.prompts, cfg)
     starter.enable_checkpointing(case.policy)
-    starter.turn_checkpointing_on(case.policy)
+    starter.set_train_mode_of_checkpointed_layers(case.policy)
 
 
 # What is done to a model before the checks.

@@ -228,7 +228,7 @@ def measure_sync(switches, policy, optimizer, llm, problems, cfg, go_on):
         mask = batch["response_mask"]
         log_probs = starter.response_logits(policy, batch, cfg.precision).float().log_softmax(1)
         ours = log_probs.gather(1, batch["labels"][mask][:, None])[:, 0]
-        difference = (ours - batch["rollout_log_probs"][mask]).abs().mean()
+        difference = (ours - batch["sampler_log_probs"][mask]).abs().mean()
         is_best = (ours == log_probs.amax(dim=1)).float().mean()
         return responses, difference.item(), is_best.item()
 

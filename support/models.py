@@ -144,7 +144,7 @@ def fault_of_reading(policy, ids, lengths, cfg):
                 return "what stands after a token changes its log-probs"
         if cfg.gradient_checkpointing:
             turn_dropout_off(policy)
-            starter.turn_checkpointing_on(policy)
+            starter.set_train_mode_of_checkpointed_layers(policy)
             if differ(log_probs(policy, ids, columns), whole):
                 return "with gradient_checkpointing its log-probs change, without it perhaps not"
     if not cfg.lora_rank:  # else there may be no memory for gradients of all weights

@@ -79,7 +79,7 @@ class SecondOpinion:
             again = edits.own("sample")(*self.sampled[step])
             others = starter.make_batch(again, torch.zeros(len(again)), batch["labels"].device)
             if torch.equal(others["labels"], batch["labels"]):
-                batch["rollout_log_probs"] = others["rollout_log_probs"]
+                batch["sampler_log_probs"] = others["sampler_log_probs"]
         return batch
 
     def is_wrong(self, step, models, numbers, *inputs):
@@ -132,7 +132,7 @@ def numbers_of_sampler(policy, responses, prompts, cfg, seed, group_size, temper
 
 def numbers_of_step(batch, policy, ref_model, cfg):
     """Computes the longest row, and the two least likely of those with an advantage."""
-    likelihood = batch["rollout_log_probs"].sum(dim=1)
+    likelihood = batch["sampler_log_probs"].sum(dim=1)
     likelihood += 1e6 * (batch["advantages"] == 0).all(dim=1)
     longest = batch["response_mask"].sum(dim=1).argmax().item()
     chosen = sorted({longest, *likelihood.argsort()[:2].tolist()})

@@ -1,4 +1,4 @@
-"""Presets beside the one of starter.py, and which one preset="auto" is; numbers in presets.yaml."""
+"""Presets beside those of starter.py, and which one preset="auto" is; numbers in presets.yaml."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ TEMPLATE = Path(__file__).with_suffix(".html").read_text("utf-8")
 TOKENS = 160  # shown of a group from the beginnings of its responses, and as many from the ends
 
 # Of a token, as they were in the update; others are shown as they are after it
-OF_UPDATE = "advantages", "weights", "rollout_log_probs"
+OF_UPDATE = "advantages", "weights", "sampler_log_probs"
 
 
 def response_of(microbatch, i):
@@ -64,7 +64,7 @@ class Page:
             mask,
             kl_settings=cfg,
             vocab_kl=stats.get(starter.EXACT.get(cfg.kl_estimator)),
-            sampler_log_probs=microbatch["rollout_log_probs"],
+            sampler_log_probs=microbatch["sampler_log_probs"],
             importance_cap=cfg.importance_cap,
         )
         loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()

@@ -44,7 +44,7 @@ def with_exact_kl(x, weight=1.0):
 
 
 def with_kl_in_the_reward_of_winners(x):
-    kl = torch.where(x.mask, x.rollout_log_probs - x.ref_log_probs, 0.0)
+    kl = torch.where(x.mask, x.sampler_log_probs - x.ref_log_probs, 0.0)
     to_go = kl.flip(1).cumsum(1).flip(1)
     return policy_loss(x) + x.beta * to_go * (x.advantages > 0) * x.log_probs
 
@@ -64,7 +64,7 @@ def with_sampled_kl(x):
 
 
 def with_kl_in_the_reward(x):
-    kl = torch.where(x.mask, x.rollout_log_probs - x.ref_log_probs, 0.0)
+    kl = torch.where(x.mask, x.sampler_log_probs - x.ref_log_probs, 0.0)
     return policy_loss(x) + x.beta * kl.flip(1).cumsum(1).flip(1) * x.log_probs
 
 
@@ -553,7 +553,7 @@ def compare_with_loss(checkpoint, folder, name):
     at_start = run.steps[0].weights
     for i, x in enumerate(run.steps):
         labels = padded([response.response_ids for response in x.responses])
-        x.rollout_log_probs = padded([response.log_probs for response in x.responses])
+        x.sampler_log_probs = padded([response.log_probs for response in x.responses])
         x.lengths = torch.tensor([[len(response.response_ids)] for response in x.responses])
         x.mask = torch.arange(labels.shape[1]) < x.lengths
         x.advantages = torch.tensor(edit.advantages(x.rewards))[:, None]

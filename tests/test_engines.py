@@ -53,7 +53,7 @@ def largest_difference(policy, responses, temperature=1.0):
     """The largest |sampler - trainer| log-prob, in nats."""
     batch = starter.make_batch(responses, torch.zeros(len(responses)), "cpu")
     ours = starter.token_statistics(policy, batch, temperature)["log_probs"]
-    return (ours - batch["rollout_log_probs"]).abs().max().item()
+    return (ours - batch["sampler_log_probs"]).abs().max().item()
 
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=32)

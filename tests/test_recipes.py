@@ -421,7 +421,7 @@ def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, 
         ids = torch.tensor(response.prompt_ids + response.response_ids)
         table = policy(ids[None, :-1]).logits[0].log_softmax(dim=1)
         own = table[range(len(written)), ids[1:]] * torch.tensor(written)
-        mask, log_probs = (batch[name][i] for name in ("response_mask", "rollout_log_probs"))
+        mask, log_probs = (batch[name][i] for name in ("response_mask", "sampler_log_probs"))
         assert mask[: len(written)].tolist() == written
         torch.testing.assert_close(log_probs[: len(written)], own, rtol=0, atol=1e-4)
 

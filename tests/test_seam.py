@@ -366,11 +366,11 @@ EDITS = dict(
     parameters_beside_the_policy=Edit({OPEN: VALUE_HEAD}, says_what_no_checkpoint_holds),
     replay_of_a_response=Edit(
         {
-            "        if cfg.gradient_checkpointing:\n            turn": """\
+            "        if cfg.gradient_checkpointing:\n            set": """\
         responses = responses + responses[:1]
         advantages = torch.cat([advantages, advantages[:1]])
         if cfg.gradient_checkpointing:
-            turn"""
+            set"""
         },
         replay_trains,
     ),

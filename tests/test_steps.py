@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
 
     def spoil_and_keep(policy, rows, *others):
         if "old_log_probs" not in rows:  # in the first epoch; so that the weight is cut
-            rows["rollout_log_probs"] += torch.randn(rows["labels"].shape)
+            rows["sampler_log_probs"] += torch.randn(rows["labels"].shape)
         loss, means = shipped(policy, rows, *others)
         if len(rows["labels"]) == 16:  # all rows, not some of them for support/opinion.py
             calls.append((rows, loss.item()))
@@ -53,14 +53,14 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
         log_q, log_p = (model(rows["input_ids"]).logits.log_softmax(dim=2) for model in models)
     ref, after = (x.gather(2, rows["labels"][..., None])[..., 0] for x in (log_q, log_p))
     before = rows["old_log_probs"]
-    weight = torch.exp(before - rows["rollout_log_probs"]).clamp(max=2) / mask.sum()
+    weight = torch.exp(before - rows["sampler_log_probs"]).clamp(max=2) / mask.sum()
     expected = {
         "log_probs": before,
         "ref_log_probs": ref,
         "after": after,
         "slope": weight * (0.3 * (before - ref) - rows["advantages"]),
         "advantages": rows["advantages"],
-        "rollout_log_probs": rows["rollout_log_probs"],
+        "sampler_log_probs": rows["sampler_log_probs"],
         "weights": mask / mask.sum(),
         "entropy": -(log_p.exp() * log_p).sum(dim=2),
         "kl_per_token": (log_p.exp() * (log_p - log_q)).sum(dim=2),
@@ -165,7 +165,7 @@ def test_page_in_a_browser(browser, tmp_path, colours, use_kl_penalty):
         for name, x in read_page(folder)[-1]["responses"][0].items()
         if name not in OTHERS
     }
-    ratio = math.exp(token["log_probs"] - token["rollout_log_probs"])
+    ratio = math.exp(token["log_probs"] - token["sampler_log_probs"])
     expected = {"push": token["advantages"] * token["weights"] * ratio}
     if use_kl_penalty:
         expected["kl_push"] = -token["slope"] - expected["push"]

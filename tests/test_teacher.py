@@ -70,7 +70,7 @@ def test_expected_gradient_is_that_of_the_kl_to_a_teacher_of_another_size(kind, 
         rows["advantages"] = torch.zeros(1, 4)
         rows["weights"] = torch.full((1, 4), probability, dtype=torch.float64)
         stats = starter.token_statistics(policy, rows, 1.0)
-        rows["rollout_log_probs"] = stats["log_probs"].detach()
+        rows["sampler_log_probs"] = stats["log_probs"].detach()
         starter.grpo_microbatch_step(policy, rows, cfg, teacher, 1.0)
     ours = gradient_of(policy)
     policy.zero_grad()
