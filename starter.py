@@ -847,6 +847,16 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
+def estimates_for_log(d, pi_over_sampler):
+    """(B, T) log-ratios -> {name: (B, T)} of each estimator. With these weights, means are over
+    the policy's own samples."""
+    estimates = {}
+    for name in ESTIMATORS:
+        estimate = compute_kl_divergence(d.clamp(-20, 20), 0.0, name)
+        estimates[f"kl_{name}"] = pi_over_sampler * estimate
+    return estimates
+
+
 def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
     """kl_in = "loss": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the
     loss of each token; and (B, T) tensors for the log. vocab_kl: (B, T), for estimators in EXACT.
@@ -864,10 +874,8 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
         "kl_penalty_mean": kl,  # before a rule
         "adaptive_kl/adapted_kl": charged,
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
+        **estimates_for_log(d, pi_over_sampler),
     }
-    for name in ESTIMATORS:  # so weighted, their means are of the policy's samples
-        estimate = compute_kl_divergence(d.clamp(-20, 20), 0.0, name)
-        metadata[f"kl_{name}"] = pi_over_sampler * estimate
     if cfg.kl_in == "loss_to_go":
         # Token t also pays for the later KL to which it leads. On policy this is the gradient of
         # the whole response's KL; "exact" has the least noise.
@@ -890,66 +898,6 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
     if rule_among(TERM_RULES, cfg) is not None:
         return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
     return to_go
-
-
-# Adaptive KL, which you may skip unless kl_adaptation_method is set. A rule changes the KL of each
-# token, or the coefficient. support/adaptive_rules.py has some of both kinds.
-
-# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
-#     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
-TERM_RULES = {}
-
-# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta, such as
-#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
-COEFFICIENT_RULES = {}
-
-
-def rule_among(rules, cfg):
-    """Returns the rule that cfg.kl_adaptation_method, such as "a+b", names among these, or None."""
-    for name in cfg.kl_adaptation_method.split("+"):
-        if name in rules:
-            return rules[name]
-    return None
-
-
-def apply_term_rule(kl, d, mask, cfg):
-    """(B, T) KL and log-ratios -> (B, T) KL that is charged."""
-    rule = rule_among(TERM_RULES, cfg)
-    if rule is None:
-        return kl
-    return rule(kl, d, mask, cfg)
-
-
-class KLController:
-    """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it after an update."""
-
-    def __init__(self, kl_coef, settings, state=None):
-        self.start = kl_coef
-        self.settings = settings  # cfg, or KLSettings
-        self.known = kl_coef, settings.kl_coef
-        self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
-        if self.rule is None:
-            self.state["beta"] = kl_coef  # that of now, in a resumed run
-
-    @property
-    def beta(self):
-        return self.state["beta"]
-
-    def follow(self, kl_coef):
-        """For edits that change kl_coef while training, that of train() or that of the settings: it
-        is the coefficient from here on."""
-        for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
-            if now != before:
-                self.start = now
-                self.state["beta"] = now
-        self.known = kl_coef, self.settings.kl_coef
-
-    def update(self, kl, reward):
-        """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
-        self.state["step"] += 1
-        if self.rule is not None and math.isfinite(kl + reward):
-            self.state["beta"] = self.rule(self, self.settings, kl, reward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1086,6 +1034,69 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
 
 # --------------------------------------------------------------------------------------------------
+# 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method.
+#
+# A rule changes the KL of each token, or the coefficient. support/adaptive_rules.py has some of
+# both kinds. Without one, KLController gives kl_coef.
+
+# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
+#     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
+TERM_RULES = {}
+
+# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta, such as
+#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
+COEFFICIENT_RULES = {}
+
+
+def rule_among(rules, cfg):
+    """Returns the rule that cfg.kl_adaptation_method, such as "a+b", names among these, or None."""
+    for name in cfg.kl_adaptation_method.split("+"):
+        if name in rules:
+            return rules[name]
+    return None
+
+
+def apply_term_rule(kl, d, mask, cfg):
+    """(B, T) KL and log-ratios -> (B, T) KL that is charged."""
+    rule = rule_among(TERM_RULES, cfg)
+    if rule is None:
+        return kl
+    return rule(kl, d, mask, cfg)
+
+
+class KLController:
+    """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it after an update."""
+
+    def __init__(self, kl_coef, settings, state=None):
+        self.start = kl_coef
+        self.settings = settings  # cfg, or KLSettings
+        self.known = kl_coef, settings.kl_coef
+        self.rule = rule_among(COEFFICIENT_RULES, settings)
+        self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
+        if self.rule is None:
+            self.state["beta"] = kl_coef  # that of now, in a resumed run
+
+    @property
+    def beta(self):
+        return self.state["beta"]
+
+    def follow(self, kl_coef):
+        """For edits that change kl_coef while training, that of train() or that of the settings: it
+        is the coefficient from here on."""
+        for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
+            if now != before:
+                self.start = now
+                self.state["beta"] = now
+        self.known = kl_coef, self.settings.kl_coef
+
+    def update(self, kl, reward):
+        """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
+        self.state["step"] += 1
+        if self.rule is not None and math.isfinite(kl + reward):
+            self.state["beta"] = self.rule(self, self.settings, kl, reward)
+
+
+# --------------------------------------------------------------------------------------------------
 # 10. Evaluate and log.
 
 
@@ -1144,12 +1155,17 @@ def log_eval(run, step, metrics):
 # --------------------------------------------------------------------------------------------------
 # 11. Mechanics.  How models, engines and processes are run.
 #
-# What is drawn, computed from logits, rewarded and minimised is decided in other sections, whose
-# functions these call. The folder support/ may put a faster function, with the same results, in the
-# place of one that has @mechanic: for long prompts, adapters, several processes, vLLM. It replaces
-# nothing else, and nothing whose source differs from what was shipped. During a run some of its
-# results are compared with those of this section. The log names what it has replaced. To follow the
-# loss, read token_statistics and add_up_gradients; the rest may wait.
+# Here are the twelve functions with @mechanic, which the others call as they call any function:
+#
+#     to learn    rows_to_train_on, token_statistics, add_up_gradients, clip_gradient
+#     to sample   start_decoding, sample, init_vllm, load_policy_into_vllm_instance
+#     of a run    by_first_process, weights_by_name, checkpoint_of, load_checkpoint
+#
+# They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
+# call the functions of other sections. So the folder support/ may put a faster function, with the
+# same results, in the place of one: for long prompts, adapters, several processes, vLLM. It
+# replaces nothing else, and nothing whose source differs from what was shipped. During a run some
+# of its results are compared with those of this section; the log names what it has replaced.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
@@ -1379,6 +1395,8 @@ def load_checkpoint(policy, optimizer, saved):
 
 # --------------------------------------------------------------------------------------------------
 # 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
+#
+# Nothing of this section has a part in what is learnt.
 
 
 def check_can_be_saved(state):
@@ -1943,15 +1961,16 @@ def test_kl_gradient():
     """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
     logits = torch.linspace(-1, 1, N_TOKENS, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
-    log_p, ref_log_p = all_log_probs(logits, 1.0), all_log_probs(ref_logits, 1.0)
+    # As if each token were drawn once, by a response of this one token: (N_TOKENS, 1). Weighted by
+    # its probability their sum is the mean over what the policy samples.
+    log_p = all_log_probs(logits, 1.0).T
+    ref_log_p = all_log_probs(ref_logits, 1.0).T
     probs = log_p.exp()
     [by_hand] = torch.autograd.grad((probs * (log_p - ref_log_p)).sum(), logits, retain_graph=True)
     exact = statistics_of_logits(logits, torch.tensor([0]), 1.0, ref_logits)["kl_per_token"]
-    mask = probs.bool()
+    mask = torch.ones_like(probs, dtype=torch.bool)
     for estimator in [*ESTIMATORS, "exact"]:
         cfg = KLSettings(kl_estimator=estimator)
-        # As if each token of the vocabulary were drawn once, (1, N_TOKENS), and then weighted by
-        # its probability: the mean over what the policy samples.
         kl, _ = kl_in_loss(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
         mean = (probs.detach() * kl).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
