@@ -18,6 +18,7 @@ import sys
 
 import numpy
 
+import starter
 from lab.architectures import MODES
 from lab.race import race_lines
 from lab.rows import REPOSITORY, RESULTS, read_csv
@@ -431,14 +432,14 @@ def with_tables(text):
 
 
 def draw_curves(panel, runs, column, name):
-    """A line for each seed over the share of its run, a colour for each setting."""
+    """A line for each seed over the steps, a colour for each setting."""
     for i, (settings, rows) in enumerate(runs):
+        n_steps = settings.get("n_train_steps", starter.PRESETS["tiny"]["n_train_steps"])
         for row in rows:
             values = [float(value) for value in row[column].split()]
-            shares = numpy.linspace(0, 1, len(values))
-            [line] = panel.plot(shares, values, f"C{i}")
+            [line] = panel.plot(numpy.linspace(0, n_steps, len(values)), values, f"C{i}")
         line.set_label(settings[name])
-    panel.set_xlabel("share of the steps")
+    panel.set_xlabel("step (each line is a run with another seed)")
     panel.legend(title=name)
 
 
@@ -448,8 +449,8 @@ def draw_learning(figure):
     runs = runs_of("learning")[:2]  # without an adaptive rule
     draw_curves(left, runs, "curve_solved", "KL penalty")
     draw_curves(right, runs, "curve_kept", "KL penalty")
-    left.set_ylabel("trained task: share solved")
-    right.set_ylabel("four other skills: share solved")
+    left.set(ylabel="trained task: share solved", ylim=(0, 1))
+    right.set(ylabel="four other skills: share solved", ylim=(0, 1))
 
 
 def draw_precision(figure):
@@ -483,7 +484,7 @@ def draw_penalty(figure):
     draw([row for _, rows in runs for row in rows], "before", "k", "before training")
     for i, (settings, rows) in enumerate(runs):
         draw(rows, "after", f"C{i}", f"kl_coef = {settings['kl_coef']}")
-    panel.legend()
+    panel.legend(title="dots: seeds\ndiamonds: their means", loc=(1.02, 0.2))
 
 
 if __name__ == "__main__":
