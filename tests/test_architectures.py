@@ -97,6 +97,13 @@ def test_model_that_would_be_trained_wrongly_is_refused(name, words):
     assert verdict == "refused" and words in sentence
 
 
+def test_long_rows_are_read_whole_whatever_the_vocabulary(monkeypatch):
+    """A model that reads them otherwise is refused, also where there is no room for all logits."""
+    monkeypatch.setattr(starter, "LOGITS_AT_ONCE", 1)
+    verdict, sentence = A.examine("llama (rope longrope, rows on both sides)", "plain")
+    assert verdict == "refused" and FUTURE in sentence
+
+
 def test_layer_that_is_random_in_train_mode_is_refused_with_checkpointing_alone(tmp_path):
     case = A.make_case("llama", tmp_path)
     layer = case.policy.model.layers[0]

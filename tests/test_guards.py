@@ -234,6 +234,14 @@ def test_steps_that_teach_nothing_are_said_with_their_cause(sign, n_equal, text,
     assert " ".join(dict(signs)) == sign
 
 
+def test_reward_that_scores_nothing_is_said():
+    unscored = {**FINE, "grad_norm": 0.0, "unscored_frac": 1}
+    state = {"scaler": {}}
+    guards.update_state(unscored, state)
+    signs = dict(guards.step_signs(2, unscored, PROBLEMS, TEXTS, state, starter.cfg_with()))
+    assert "the reward scored none of the" in signs["unscored"]
+
+
 def evaluation(solved, sort):
     return {"solved": solved, "reward_mean": solved, "retention_sort": sort}
 
