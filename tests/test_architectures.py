@@ -8,6 +8,7 @@ import starter  # before torch, for which it sets variables
 
 import torch
 from lab import architectures as A
+from lab.small_models import make_model
 from support import edits, models
 
 # support/fast.py fits attention over everything before.
@@ -98,10 +99,13 @@ def test_model_that_would_be_trained_wrongly_is_refused(name, words):
 
 
 def test_long_rows_are_read_whole_whatever_the_vocabulary(monkeypatch):
-    """A model that reads them otherwise is refused, also where there is no room for all logits."""
+    """Of this model positions change beyond 16 tokens, which responses alone reach. It is refused
+    also where there is no room for the logits of a whole row."""
     monkeypatch.setattr(starter, "LOGITS_AT_ONCE", 1)
-    verdict, sentence = A.examine("llama (rope longrope, rows on both sides)", "plain")
-    assert verdict == "refused" and FUTURE in sentence
+    policy = make_model("llama (rope longrope, rows on both sides)")
+    cfg = starter.cfg_with(max_new_tokens=40, precision="float32")
+    with pytest.raises(starter.InputError, match=FUTURE):
+        models.check_reading(policy, [[5, 6, 7], [8, 9, 5, 4]], cfg)
 
 
 def test_layer_that_is_random_in_train_mode_is_refused_with_checkpointing_alone(tmp_path):
