@@ -105,11 +105,7 @@ def run_table(runs, shown, measured=MEASURED, before_training=False):
 
 def penalty_table():
     """Two models without and with the KL penalty, by its defaults."""
-    models = {
-        "learning": "built-in",
-        "kl_divergences": "built-in, twice the rate",
-        "smollm2": "SmolLM2",
-    }
+    models = {"learning": "built-in", "smollm2": "SmolLM2"}
     lines = []
     for name, model in models.items():
         for settings, rows in runs_of(name):
