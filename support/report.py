@@ -166,7 +166,8 @@ def draw(run, n):
             if tag == "0_headline/solved":
                 ends = zip(*[wilson_interval(value, n) for value in values])
                 panel.fill_between(steps, *ends, alpha=0.2, label="95 % interval")
-                panel.legend(loc=(1.01, 0))
+        if len(panel.lines) > 1:
+            panel.legend(loc=(1.01, 0))
     panels[0].locator_params("x", integer=True)
     figure.supxlabel("step")
     picture = io.BytesIO()

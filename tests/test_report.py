@@ -91,6 +91,9 @@ def test_picture_shows_what_was_measured(finished):
 def test_picture_of_a_run_without_a_reference_has_no_empty_panel(finished):
     figure = draw(mock.Mock(folder=finished[0]["run_folder"]), 10)
     assert [panel.get_ylabel() for panel in figure.axes] == ["mean reward", "share solved"]
+    [legend] = [panel.get_legend() for panel in figure.axes if panel.get_legend()]
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert sorted(texts) == ["0_headline/other_skills", "0_headline/solved", "95 % interval"]
 
 
 @pytest.mark.slow
