@@ -115,7 +115,9 @@ def read_jsonl(text, path):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{path}, line {n} is no JSON ({error}); mend it") from error
+            raise InputError(
+                f"{path}, line {n} is no JSON ({error.msg}, at character {error.colno}); mend it"
+            ) from error
         yield f"line {n}", row
 
 
@@ -293,6 +295,8 @@ def text_of_prompt(problem, tokenizer, enable_thinking):
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     goes_on = begun_answer(problem) != ""
+    if prompt[-1]["role"] == "assistant" and not goes_on:  # an empty message: none is begun
+        prompt = prompt[:-1]
     options = {"enable_thinking": enable_thinking, **problem.get("chat_template_kwargs", {})}
     return tokenizer.apply_chat_template(
         prompt,
@@ -1127,12 +1131,13 @@ def log_train(run, step, metrics):
     """Writes the metrics of a step to TensorBoard, and a line to the console."""
     run.log("train", metrics, step)
     steps_left = run.cfg.n_train_steps - step
-    minutes = math.ceil(steps_left * metrics["time/total"] / 60)
+    seconds = steps_left * metrics["time/total"]
+    left = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     line = (
         f"Step {step}/{run.cfg.n_train_steps} | Reward: {metrics['reward_mean']:.3f} "
         f"| Equal: {metrics['frac_zero_std']:.0%} | Length: {metrics['response_length']:.1f} "
         f"| Grad norm: {metrics['grad_norm']:.3f} | {metrics['time/total']:.2f} s, "
-        f"{minutes} min left"
+        f"{left} left"
     )
     if "kl_penalty" in metrics:
         line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
@@ -1186,6 +1191,11 @@ def find_support():
     """Returns the module support.attach, or None if that folder does not lie beside this file."""
     if not Path(__file__).with_name("support").is_dir():
         return None
+    own = sys.modules.get(__name__)  # under another name, if this is a copy
+    if sys.modules.setdefault("starter", own) is not own:
+        raise InputError(
+            f"{__name__} and starter are both imported, and support/ serves one of them; import one"
+        )
     from support import attach
 
     return attach
@@ -1456,7 +1466,8 @@ def folder_of_run(cfg):
                 f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
                 "into; give another"
             )
-        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{cfg.run_name}"
+        name = cfg.run_name.replace("/", "_")
+        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{name}"
     found = list(out_dir.glob("*/settings.json"))
     if cfg.resume is not True:
         found = [Path(cfg.resume, "settings.json")]
@@ -1508,13 +1519,18 @@ class Run:
             saved = torch.load(newest, map_location="cpu", weights_only=True)
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
+        is_over = False
         if self.cfg.resume:  # of step 0, if there is no checkpoint
+            is_over = 0 < self.cfg.n_train_steps <= self.state["step"]
             print(f"resumed: {self.folder} after step {self.state['step']}")
+        if is_over:
+            print("no step is left to train: raise n_train_steps, which counts from the beginning")
         if self.writes_files:
             # What was logged after the checkpoint is dropped, since it will be logged again.
             next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
             self.writer = SummaryWriter(self.folder, purge_step=next_step)
-            (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
+            if not is_over:  # those of the steps that were trained stay
+                (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
 
     def log(self, kind, metrics, step):
         """Writes {name: number} to TensorBoard, under kind/ where a name has no kind of its own."""
@@ -1920,6 +1936,9 @@ def main(
         with written_whole(run.folder / "model", weights) as unfinished:
             policy.save_pretrained(unfinished, state_dict=weights)
             tokenizer.save_pretrained(unfinished)
+            other_skills = Path(cfg.model_id, "retention.jsonl")
+            if other_skills.is_file():  # for whoever goes on training it
+                shutil.copy(other_skills, unfinished)
     result = {
         "before": run.state["before"],
         "after": run.state["after"],
@@ -2050,7 +2069,7 @@ def settings_from(arguments):
     """["--n_train_steps", "50"] -> {"n_train_steps": 50}. --help shows the parameters of main(). A
     name may have dashes, and be cut short, as in --learning 1e-5. A parameter whose default is a
     text gets a text: --run_name 5 is "5"."""
-    if "--help" in arguments:
+    if {"-h", "--help"} & set(arguments):
         print(inspect.getsource(main).split("\n):")[0])
         raise SystemExit
     parser = argparse.ArgumentParser(
@@ -2070,7 +2089,7 @@ def settings_from(arguments):
     settings, unknown = parser.parse_known_args(with_underscores)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))
-        parser.error(f"{unknown[0]} is not known; near it: {near}")
+        parser.error(f"{unknown[0]} is no --name of a parameter, or value after one; near: {near}")
     return vars(settings)
 
 

@@ -16,8 +16,9 @@ def check_settings(cfg):
     edits.restore()  # after an earlier run of this process
     engines.ROUNDS.clear()
     ranks.connect(cfg)
+    given = dict(vars(cfg))
     presets.choose(cfg)
-    rules.check_kinds(cfg)
+    rules.check_kinds(cfg, given)
 
 
 def check(run):

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import sys
 import textwrap
 from pathlib import Path
@@ -170,6 +171,12 @@ def edited_lines(function, lines):
     return {first + i for i, line in enumerate(source) if short_hash(line.strip()) not in shipped}
 
 
+def line_of(function, words):
+    """Returns the number of the first line of a function that holds these words, or infinity."""
+    source, first = inspect.getsourcelines(function)
+    return next((first + i for i, line in enumerate(source) if words in line), math.inf)
+
+
 class EditsInStep:
     """Looks which lines run, from its start to its end, of the functions that were edited. It says
     which functions have edits that none of these lines is of: they are in a branch, or a function,
@@ -182,6 +189,9 @@ class EditsInStep:
             if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
                 lines = edited_lines(function, SHIPPED[name]["lines"])
                 codes = [function.__code__, *codes_inside(function.__code__)]
+                if name == "train":  # which ends a step after this has looked
+                    codes = codes[:1]
+                    lines = {line for line in lines if line <= line_of(function, "after_step")}
                 of_code = {line for code in codes for _, _, line in code.co_lines()}
                 for code in codes:
                     self.edits[code] = name, lines & of_code

@@ -4,8 +4,10 @@ signs of trouble, and ends the run after Ctrl-C. Nothing here enters a sample, a
 
 import contextlib
 import math
+import shlex
 import shutil
 import signal
+import sys
 import threading
 
 import torch
@@ -84,6 +86,8 @@ class Guards:
         while frame is not None and frame.f_code is not starter.train.__code__:
             frame = frame.f_back  # whoever called
         if frame is None or self.signal or self.run.state["before"] is None:
+            if self.signal:
+                print("\nending now: what was learnt since the last checkpoint is lost")
             close()
             signal.raise_signal(number)
             return
@@ -135,7 +139,10 @@ class Guards:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
         self.run.log("eval", numbers, step)
         problem, text, reward = samples[0]
-        print(f"Sample: {str(problem['prompt'])[-100:]!r} -> {text!r:.300}, reward {reward:g}")
+        prompt = problem["prompt"]
+        if isinstance(prompt, list):  # of messages
+            prompt = prompt[-1]["content"]
+        print(f"Sample: {prompt[-100:]!r} -> {text!r:.300}, reward {reward:g}")
 
     def log_step(self, step, metrics):
         run = self.run
@@ -162,9 +169,12 @@ class Guards:
         edits.restore()
         close()
         if self.signal and run.state["step"] < run.cfg.n_train_steps:
+            command = ""
+            if sys.argv[0].endswith("starter.py"):
+                command = f"{shlex.join(['python', *sys.argv])} "
             print(
-                f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on, add "
-                f"--resume {run.folder}, or resume={str(run.folder)!r} in a script"
+                f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on: "
+                f"{command}--resume {run.folder}, or resume={str(run.folder)!r} in a script"
             )
             raise SystemExit(128 + self.signal)
 
@@ -237,16 +247,15 @@ def step_signs(step, metrics, problems, texts, state, cfg):
 def evaluation_signs(metrics, state, step, cfg):
     """Yields (sign, text) of what is wrong at an evaluation."""
     first = state["before"] or metrics
-    rise = metrics["reward_mean"] - first["reward_mean"]
-    if cfg.use_kl_penalty and not cfg.ref_model_id and step >= 30 and rise < 0.1:
-        kl = state["kl_per_token"]
-        if kl < 0.05:
-            yield (
-                "held",
-                f"after {step} steps the reward has risen by {rise:.2f}, and the policy is only "
-                f"{kl:.2g} nats per token from where it started: the KL penalty may hold it "
-                f"there; lower kl_coef = {cfg.kl_coef:g}, for example to a tenth",
-            )
+    rise = metrics["solved"] - first["solved"]
+    is_held = step >= 30 and rise < 0.2 and metrics["solved"] < 0.5 and cfg.use_kl_penalty
+    if is_held and not cfg.ref_model_id and state["kl_per_token"] < 0.2:
+        yield (
+            "held",
+            f"after {step} steps {metrics['solved']:.0%} are solved, and the policy is only "
+            f"{state['kl_per_token']:.2g} nats per token from where it started: the KL penalty may "
+            f"hold it there; lower kl_coef = {cfg.kl_coef:g}, for example to a tenth",
+        )
     lost = [
         f"{name.removeprefix('retention_')} from {first[name]:.0%} to {value:.0%}"
         for name, value in metrics.items()

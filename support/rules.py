@@ -34,24 +34,25 @@ OF_A_RULE = set(
 )
 
 
-def nearest(value, options):
-    """Returns a remedy: the options with a near spelling, or all."""
-    near = difflib.get_close_matches(str(value), options)
+def nearest(value, options, more=()):
+    """Returns a remedy: the options, and more of them, with a near spelling, or all options."""
+    near = difflib.get_close_matches(str(value), [*options, *more])
     return f"use one of {near or sorted(options)}"
 
 
-def check_kinds(cfg):
+def check_kinds(cfg, given):
     """Raises InputError for a switch or a number of another kind than its default, for a number
-    that is too small, and for what changes nothing. Prints all that differs from the defaults.
-    Settings may still be None or "auto"."""
+    that is too small, and for what changes nothing. Settings may still be None or "auto". given:
+    the settings as main() got them, of which all that differ from the defaults are printed."""
     preset = starter.PRESETS.get(cfg.preset, {})
     typed = " ".join(sys.argv)
-    given = {}
+    changed = {}
     for name, default in vars(starter.cfg_with()).items():
         value = getattr(cfg, name)
         if value == default and f"--{name}" not in typed:
             continue
-        given[name] = value
+        if given[name] != default:
+            changed[name] = value
         check_is_read(name, value, cfg)
         example = preset.get(name, default)
         kinds = KINDS.get(type(example))
@@ -62,7 +63,8 @@ def check_kinds(cfg):
             )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
-    print(f"not the defaults: {given}")
+    if changed:
+        print(f"not the defaults: {changed}")
 
 
 def check_is_read(name, value, cfg):
@@ -94,8 +96,14 @@ def check_settings(cfg):
                 f"{name} = {str(getattr(cfg, name))!r} holds LoRA adapters; merge them into their "
                 "model with peft's merge_and_unload(), and give the folder where you save that"
             )
+    if Path(cfg.model_id, "model", "config.json").is_file():  # of a run
+        raise InputError(
+            f"model_id = {str(cfg.model_id)!r} is a run's folder; its model is "
+            f"{str(Path(cfg.model_id, 'model'))!r}"
+        )
     preset = starter.PRESETS[cfg.preset]
-    is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id")
+    goes_on = Path(cfg.model_id).with_name("settings.json").is_file()  # with a run's model
+    is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id") and not goes_on
     if is_other and cfg.learning_rate == preset.get("learning_rate"):
         print(
             f"learning_rate = {cfg.learning_rate:g} was found for all weights of "
@@ -227,7 +235,10 @@ def check_model(policy, tokenizer, problems, cfg):
     train, held_out, _ = problems
     if not callable(cfg.task) and cfg.task not in starter.TASKS:
         shown = {name: value for name, value in train[0].items() if name != "prompt_ids"}
-        print(f"{cfg.task}: {len(train) + len(held_out)} problems; the first: {shown!r:.500}")
+        print(
+            f"{cfg.task}: {len(train)} problems to train on, {len(held_out)} held out; the first: "
+            f"{shown!r:.500}"
+        )
     print(f"stop tokens: {tokenizer.convert_ids_to_tokens(cfg.stop_token_ids)}")
     for problem in train + held_out:
         ids = problem["prompt_ids"]

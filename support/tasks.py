@@ -151,6 +151,7 @@ QUESTION_PROMPT = (
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
+KINDS = {".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"}  # of files
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
@@ -173,12 +174,13 @@ def read_rows(source):
     try:
         if path.is_file():
             rows = rows_of_file(path)
-        elif hub_name:
+        elif hub_name and not KINDS & set(path.suffixes):
             rows = numbered(rows_of_hub(*hub_name.groups()))
         else:
+            beside = [str(x) for x in path.parent.iterdir()] if path.parent.is_dir() else []
             raise InputError(
                 f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the "
-                f"Hugging Face hub; {rules.nearest(source, starter.TASKS)}"
+                f"Hugging Face hub; {rules.nearest(source, starter.TASKS, beside)}"
             )
         for place, row in rows:
             problems.append((place, as_problem(row)))
@@ -273,6 +275,8 @@ def as_problem(row):
     """Returns the problem in a row. Raises an error where there is none."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80} is no JSON object")
+    if None in row:  # so DictReader names what has no name
+        raise ValueError(f"it has more fields than the first line has names: {row[None]!r:.80}")
     row = dict(row)
     prompt_name = next((name for name in PROMPTS if name in row), None)
     prompt = row.get(prompt_name)

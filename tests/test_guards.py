@@ -253,8 +253,8 @@ def evaluation(solved, sort):
         ("forgotten", 0.3, 0.84, {}),
         # Of a run that collapses the learning rate is named, not the KL penalty.
         ("collapse", 0.1, 0.2, {}),
-        ("held", 0.31, 0.9, {"kl": 0.01}),
-        ("", 0.5, 0.9, {"kl": 0.01}),  # it learns
+        ("held", 0.41, 0.9, {"kl": 0.14}),
+        ("", 0.55, 0.9, {"kl": 0.14}),  # it learns
         ("", 0.31, 0.9, {"kl": 0.3}),  # it went away, so that the penalty does not hold it
         ("", 0.31, 0.9, {"kl": 0.01, "step": 20}),  # too early to say
         ("", 0.31, 0.9, {"kl": 0.01, "ref_model_id": "a teacher"}),

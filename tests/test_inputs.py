@@ -319,7 +319,7 @@ def test_model_or_reward_that_does_not_fit_its_problems_is_refused(checkpoint, s
 def test_number_of_problems_of_a_file_and_the_first_are_shown(checkpoint, capsys):
     x = loaded(checkpoint, "--task sums.jsonl")
     rules.check_model(**vars(x))
-    line = "sums.jsonl: 100 problems; the first: {'prompt': 'add 0', 'answer': 0}\n"
+    line = "sums.jsonl: 40 problems to train on, 60 held out; the first: {'prompt': 'add 0', 'ans"
     assert line in capsys.readouterr().out
     x.cfg.task = "countdown_small"
     rules.check_model(**vars(x))

@@ -229,9 +229,20 @@ def test_mistake_in_a_line_is_named_without_support(tmp_path, monkeypatch, line,
         starter.read_problems(path)
 
 
-def test_name_of_no_task_and_no_file_gets_the_nearest():
-    with pytest.raises(InputError, match="'countdwon' is no task.*use one of \\['countdown'"):
-        starter.read_problems("countdwon")
+@pytest.mark.parametrize(
+    "name, near", [("countdwon", "'countdown'"), ("{}/sorts.jsonl", "'{}/sort.jsonl'")]
+)
+def test_name_of_no_task_and_no_file_gets_the_nearest(tmp_path, name, near):
+    (tmp_path / "sort.jsonl").write_text("")
+    name, near = name.format(tmp_path), near.format(tmp_path)
+    with pytest.raises(InputError, match=f"'{name}' is no task.*use one of \\[{near}"):
+        starter.read_problems(name)
+
+
+def test_row_of_a_csv_with_too_many_fields_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\na,1\nb,2,3\n")
+    with pytest.raises(InputError, match="problem 2: it has more fields than .* \\['3'\\]"):
+        starter.read_problems(tmp_path / "a.csv")
 
 
 def put_datasets(monkeypatch, **behaviour):
@@ -256,9 +267,9 @@ def test_name_of_a_dataset_is_its_configuration_and_split(
 def test_dataset_that_cannot_be_loaded_costs_one_sentence(monkeypatch):
     """As without a network or the library, and where a file is meant that is not there."""
     put_datasets(monkeypatch, side_effect=ConnectionError("Couldn't reach the hub" + "!" * 1000))
-    message = r"no file 'a/b.csv', and .* loaded \(ConnectionError: Couldn't reach the hub.*network"
+    message = r"no file 'a/b', and .* loaded \(ConnectionError: Couldn't reach the hub.*network"
     with pytest.raises(InputError, match=message) as error:
-        starter.read_problems("a/b.csv")
+        starter.read_problems("a/b")
     assert len(str(error.value)) < 600
 
 
