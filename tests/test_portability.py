@@ -1,6 +1,8 @@
 """Windows, Macs, consoles and locales: what is missing there is hidden here, since no such machine
 is at hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from forked import REPOSITORY, TESTS, edited_text, run_python, write_copy
@@ -100,3 +102,25 @@ def test_run_makes_no_float64_tensor(checkpoint, tmp_path, with_support):
 def test_memory_of_a_mac_is_what_its_gpu_may_use(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 8e9)
     assert memory.free_gb(starter.cfg_with(device=torch.device("mps"))) == 8
+
+
+RENAMED = """
+import sys
+import mine
+given = dict(model_id=sys.argv[1], out_dir=sys.argv[2], task="countdown_small", n_train_steps=1,
+             rollout_batch_size=8, max_new_tokens=4, n_eval_problems=4, device="cpu")
+mine.main(**given)
+assert sys.modules["starter"] is mine
+sys.modules["starter"] = sys
+mine.main(**given)
+"""
+
+
+@pytest.mark.slow
+def test_copy_under_another_name_has_support_too(checkpoint, tmp_path):
+    """Beside another module of that name it says that support/ serves one."""
+    folder = Path(write_copy(tmp_path / "copy", edited_text({}), True))
+    (folder / "starter.py").rename(folder / "mine.py")
+    done = run_python("-c", RENAMED, checkpoint, tmp_path, folder=folder, paths=(folder, TESTS))
+    assert "of support/ run: add_up_gradients" in done.stdout
+    assert "mine and starter are both imported" in done.stderr

@@ -327,6 +327,24 @@ def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint,
         assert again["run_folder"] == renamed and "after step 1\n" in capsys.readouterr().out
 
 
+def test_resume_without_a_step_left_says_so_and_keeps_the_settings(checkpoint, tmp_path, capsys):
+    folder = run("alone", **settings(checkpoint, tmp_path, n_train_steps=1))["run_folder"]
+    before = (folder / "settings.json").read_text()
+    again = settings(checkpoint, tmp_path, n_train_steps=1, learning_rate=5e-5, resume=True)
+    run("alone", **again)
+    assert "no step is left to train: raise n_train_steps" in capsys.readouterr().out
+    assert (folder / "settings.json").read_text() == before
+
+
+def test_saved_model_keeps_the_problems_of_other_skills(checkpoint, tmp_path):
+    skilled = shutil.copytree(checkpoint, tmp_path / "skilled")
+    line = '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n'
+    (skilled / "retention.jsonl").write_text(line)
+    given = settings(skilled, tmp_path / "runs", n_train_steps=1)
+    saved = run("alone", **given)["run_folder"] / "model"
+    assert (saved / "retention.jsonl").read_text() == line
+
+
 def test_settings_of_two_runs_with_the_same_reward_are_the_same_text():
     """A function's text holds its address, which differs from process to process."""
     texts = [starter.text_of_settings(starter.cfg_with(reward=f)) for f in (lambda: 0, lambda: 0)]

@@ -199,6 +199,17 @@ def test_answer_that_a_prompt_began_goes_on():
     assert tokenizer.decode(ids) == "<|user|>2 + 3<|end|><|assistant|><answer>"
 
 
+def test_empty_message_of_the_assistant_begins_no_answer():
+    tokenizer = make_tokenizer()
+    chat = [{"role": "user", "content": "2 + 3"}]
+    empty = {"role": "assistant", "content": ""}
+    texts = [
+        starter.text_of_prompt({"prompt": prompt}, tokenizer, False)
+        for prompt in (chat, [*chat, empty])
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_template_in_a_file_of_its_own_is_found(tmp_path):
     """As in repositories of processors of images and text."""
     model, tokenizer = changed_model(tmp_path, with_template(None))
