@@ -603,6 +603,23 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(monkeypatch, n):
 # Update
 
 
+@pytest.mark.parametrize("loss_average", sorted(starter.AVERAGES))
+def test_gradient_of_a_step_does_not_depend_on_its_cut(loss_average):
+    """Also not with a term of yours in the loss, if that has its weights."""
+    policy, _ = make_models()
+    policy = policy.double()
+    cfg = cfg_with(loss_average=loss_average)
+    gradients = []
+    for max_tokens in (100, 1):
+        policy.zero_grad()
+        batch = make_step(make_responses([1, 12, 5, 3, 7, 2]), loss_average)
+        for microbatch in starter.cut_microbatches(batch, max_tokens):
+            starter.grpo_microbatch_step(policy, microbatch, cfg)
+        gradients.append(gradient_of(policy))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+@of_the_shipped_loss
 @pytest.mark.parametrize(
     "changes",
     [
@@ -918,6 +935,7 @@ def test_reference_stays_and_coefficient_rate_and_ratio_are_those_of_their_updat
         assert torch.equal(reference, before) and not torch.equal(now, before)
 
 
+@of_the_shipped_loss
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_gradient_of_a_step_of_train_matches_one_written_out(
     checkpoint, tmp_path, path, monkeypatch, mask_truncated
@@ -1014,6 +1032,7 @@ def test_error_outside_of_an_update_leaves_a_checkpoint_of_the_last_step(
     assert (said in capsys.readouterr().out) == bool(step)
 
 
+@of_the_shipped_loss
 def test_step_without_a_gradient_keeps_the_bits_of_weights_and_moments(checkpoint, tmp_path):
     """In the last step all rewards are equal. AdamW's moments would move the weights."""
     scored = itertools.count()

@@ -15,7 +15,7 @@ def checked_kl_settings(**options):
         starter.check_known("an option", name, NAMES)
     given = {name: value for name, value in options.items() if value is not None}
     cfg = starter.cfg_with(**given, use_kl_penalty=True)
-    rules.check_kinds(cfg)
+    rules.check_kinds(cfg, vars(cfg))
     settings = starter.KLSettings(**{name: getattr(cfg, name) for name in NAMES})
     kl_checks.check_kl(cfg)
     return settings

@@ -28,6 +28,7 @@ def read_page(folder):
     return found
 
 
+@of_the_shipped_loss
 def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
     """And give its value, by another sum. They are those of the first of two epochs; entropy and
     exact KL are those after the update."""
