@@ -268,8 +268,8 @@ def evaluation_signs(metrics, state, step, cfg):
             "harm; lower learning_rate first, for example to a tenth",
         )
     elif lost:
+        remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
         yield (
             "forgotten",
-            f"other skills are lost ({', '.join(lost)}): lower learning_rate, or with "
-            "use_kl_penalty = True raise kl_coef",
+            f"other skills are lost ({', '.join(lost)}): lower learning_rate, or {remedy}",
         )
