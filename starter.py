@@ -355,11 +355,24 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
 TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
 
+class Request(NamedTuple):
+    prompt_ids: list
+    seed: int  # by which the tokens are drawn, whatever else is sampled
+    max_new_tokens: int
+
+
 class Response(NamedTuple):
     prompt_ids: list
     response_ids: list  # as the sampler gave them; the token that ended it included
     log_probs: list  # of response_ids, at the sampling temperature; if greedy, at 1
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
+    reward: float | None = None  # where an agent has given one
+    others: tuple = ()  # Responses: further conversations of the same agent, learnt from alike
+
+    def n_written(self):
+        """Tokens that the policy wrote. What an agent read has nan as its log-prob."""
+        n = len(self.response_ids) - sum(map(math.isnan, self.log_probs))
+        return n + sum(other.n_written() for other in self.others)
 
 
 def seed_for(cfg, purpose):
@@ -372,12 +385,24 @@ def seed_for(cfg, purpose):
     return seed
 
 
-def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
-    """P lists of prompt ids -> P * group_size Responses of the policy as it is now."""
+def requests_for(prompts, cfg, seed, group_size):
+    """P lists of prompt ids -> P * group_size Requests, group after group."""
+    prompts = [prompt_ids for prompt_ids in prompts for _ in range(group_size)]
+    return [Request(ids, seed + i, cfg.max_new_tokens) for i, ids in enumerate(prompts)]
+
+
+def rollout(policy, llm, problems, cfg, purpose, group_size, temperature, agent=None):
+    """P problems -> P * group_size Responses of the policy as it is now, group after group. An
+    agent talks with the policy in several turns; without one the response follows the prompt."""
     seed = seed_for(cfg, purpose)
     if llm is not None:
         load_policy_into_vllm_instance(policy, llm)
-    return sample(policy, llm, prompts, cfg, seed, group_size, temperature)
+        forget_prompts(llm)
+    if agent is not None:
+        return find_support().play(agent, policy, llm, problems, cfg, seed, group_size, temperature)
+    prompts = [problem["prompt_ids"] for problem in problems]
+    requests = requests_for(prompts, cfg, seed, group_size)
+    return sample(policy, llm, requests, cfg, temperature)
 
 
 def scale_logits(logits, temperature):
@@ -412,89 +437,97 @@ def draw_tokens(logits, uniform, temperature):
     return tokens, probs.gather(1, tokens).log()
 
 
-def decode(policy, prompts, uniform, cfg, temperature):
-    """B prompts of any lengths, (B, max_new_tokens) uniform numbers -> B Responses."""
+def decode(policy, requests, uniform, cfg, temperature):
+    """B Requests, (B, T) uniform numbers -> B Responses of at most T tokens."""
+    prompts = [request.prompt_ids for request in requests]
+    limits = torch.tensor([[request.max_new_tokens] for request in requests], device=policy.device)
     stop_tokens = torch.tensor(cfg.stop_token_ids, device=policy.device)
     next_logits = start_decoding(policy, prompts)
     tokens = None  # (B, 1) those drawn last
     drawn = []  # (B, 1) each
     log_probs = []  # (B, 1) each
-    is_running = torch.ones_like(uniform[:, :1], dtype=torch.bool)
-    lengths = torch.zeros_like(is_running, dtype=torch.long)
-    for t in range(cfg.max_new_tokens):
+    is_running = torch.ones_like(limits, dtype=torch.bool)
+    is_finished = ~is_running
+    lengths = torch.zeros_like(limits)
+    for t in range(uniform.shape[1]):
         logits = next_logits(tokens)
         tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
         drawn.append(tokens)
         log_probs.append(token_log_probs)
         lengths += is_running
-        is_running &= ~torch.isin(tokens, stop_tokens)
+        is_finished |= is_running & torch.isin(tokens, stop_tokens)
+        is_running &= ~is_finished & (lengths < limits)
         if not is_running.any():
             break
     responses = []
     rows = zip(prompts, torch.cat(drawn, dim=1).tolist(), torch.cat(log_probs, dim=1).tolist())
     for i, (prompt_ids, ids, ids_log_probs) in enumerate(rows):
         n = lengths[i].item()
-        finished = not is_running[i].item()
+        finished = is_finished[i].item()
         responses.append(Response(prompt_ids, ids[:n], ids_log_probs[:n], finished))
     return responses
 
 
 @torch.no_grad()
-def rollout_with_transformers(policy, prompts, cfg, seed, group_size=1, temperature=1.0):
-    """P lists of prompt ids -> P * group_size Responses, group after group. Response i draws with
-    seed + i, whatever else is sampled."""
+def rollout_with_transformers(policy, requests, cfg, temperature=1.0):
+    """B Requests -> B Responses."""
     policy.eval()  # in train mode gradient checkpointing drops the cache
-    prompts = [prompt_ids for prompt_ids in prompts for _ in range(group_size)]
-    n_at_once = max(1, TOKENS_AT_ONCE // (max(map(len, prompts)) + cfg.max_new_tokens))
+    longest = max(len(request.prompt_ids) for request in requests) + cfg.max_new_tokens
+    n_at_once = max(1, TOKENS_AT_ONCE // longest)
     responses = []
     with autocast(policy.device, cfg.precision):
-        for start in range(0, len(prompts), n_at_once):
-            some = prompts[start : start + n_at_once]
+        for start in range(0, len(requests), n_at_once):
+            some = requests[start : start + n_at_once]
             uniform = []
-            for i in range(start, start + len(some)):
-                generator = torch.Generator().manual_seed(seed + i)
-                uniform.append(torch.rand(cfg.max_new_tokens, generator=generator))
-            uniform = torch.stack(uniform).to(policy.device)
+            for request in some:
+                generator = torch.Generator().manual_seed(request.seed)
+                uniform.append(torch.rand(request.max_new_tokens, generator=generator))
+            uniform = pad_sequence(uniform, batch_first=True).to(policy.device)
             responses += decode(policy, some, uniform, cfg, temperature)
     return responses
 
 
-def rollout_with_vllm(llm, prompts, cfg, seed, group_size=1, temperature=1.0):
-    """P lists of prompt ids -> P * group_size Responses, group after group."""
+def forget_prompts(llm):
+    """Empties vLLM's prefix cache: its keys and values are of older weights. Also, so that a
+    resumed run repeats the same bits."""
+    if llm.reset_prefix_cache() is not True:
+        raise RunStopped(
+            "vLLM kept its prefix cache, so it would read prompts with old weights; check the "
+            "version of vLLM"
+        )
+
+
+def rollout_with_vllm(llm, requests, cfg, temperature=1.0):
+    """B Requests -> B Responses."""
     from vllm import SamplingParams
 
-    longest = max(map(len, prompts)) + cfg.max_new_tokens
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     most = llm.llm_engine.model_config.max_model_len
     if longest > most:  # it would cut them without a word
         raise RunStopped(
             f"vLLM was started for {most} tokens of prompt and response, and {longest} are asked "
             "for; give main() the largest max_new_tokens of the run"
         )
+    inputs = [{"prompt_token_ids": request.prompt_ids} for request in requests]
     params = [
         SamplingParams(
-            n=group_size,
-            seed=seed + i * group_size,  # vLLM adds 0, 1, ... for the n samples
+            seed=request.seed,
             temperature=temperature,
-            max_tokens=cfg.max_new_tokens,
+            max_tokens=request.max_new_tokens,
             stop_token_ids=cfg.stop_token_ids,
             ignore_eos=True,  # it is among the stop tokens
             logprobs=0,  # that of the drawn token alone
             detokenize=False,
         )
-        for i in range(len(prompts))
+        for request in requests
     ]
-    if llm.reset_prefix_cache() is not True:  # also, so that a resumed run repeats the same bits
-        raise RunStopped(
-            "vLLM kept its prefix cache, so it would read prompts with old weights; check the "
-            "version of vLLM"
-        )
-    inputs = [{"prompt_token_ids": prompt_ids} for prompt_ids in prompts]
     responses = []
-    for prompt_ids, request in zip(prompts, llm.generate(inputs, params, use_tqdm=False)):
-        for output in request.outputs:
-            ids = list(output.token_ids)
-            log_probs = [by_id[token].logprob for token, by_id in zip(ids, output.logprobs)]
-            responses.append(Response(prompt_ids, ids, log_probs, output.finish_reason == "stop"))
+    for request, outputs in zip(requests, llm.generate(inputs, params, use_tqdm=False)):
+        [output] = outputs.outputs
+        ids = list(output.token_ids)
+        log_probs = [by_id[token].logprob for token, by_id in zip(ids, output.logprobs)]
+        finished = output.finish_reason == "stop"
+        responses.append(Response(request.prompt_ids, ids, log_probs, finished))
     return responses
 
 
@@ -514,6 +547,11 @@ def reward_fn(response_text, problem):
 def no_reward(response_text, problem):
     """In training with reward=None: the KL term alone teaches."""
     return 0.0
+
+
+def reward_of_agent(response_text, problem, response):
+    """In the place of main()'s reward where an agent gives it."""
+    return response.reward
 
 
 def score_answer(response_text, problem):
@@ -647,17 +685,22 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
 
 def make_batch(responses, advantages, device):
-    """Responses, their advantages -> dict of (B, T) tensors; "finished" is (B, 1).
+    """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response", the number
+    of the row's response, are (B, 1). A row is a response, or another conversation of its agent.
 
     advantages: (B,), one for each response, or (B, L), one for each of its tokens, where L is the
-    longest response. A row is a prompt and its response without a gap, padded on the right.
+    longest response. A prompt and its response come without a gap, padded on the right.
     input_ids and labels are shifted against each other once, here:
 
         prompt [5, 6], response [7, 8]:  input_ids [5, 6, 7]   labels [6, 7, 8]   mask [0, 1, 1]
 
-    The mask comes from lengths and not from ids: the stop token may well be the padding token.
+    The mask comes from lengths and not from ids: the stop token may well be the padding token. What
+    an agent read between two turns has nan as its log-prob, and is masked.
     What you add to the batch must be (B, T) or (B, 1), since it is cut like the rest."""
-    longest = max(len(response.response_ids) for response in responses)
+    conversations = []  # (number of the response, prompt with response) of each row
+    for i, response in enumerate(responses):
+        conversations += [(i, response), *((i, other) for other in response.others)]
+    longest = max(len(response.response_ids) for _, response in conversations)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, longest)
     if advantages.shape[1] != longest:
@@ -666,17 +709,20 @@ def make_batch(responses, advantages, device):
             f"longest has {longest}; give (B,) advantages, or one for each of these"
         )
     rows = []
-    for response, of_tokens in zip(responses, advantages.float()):
+    for i, response in conversations:
+        of_tokens = advantages[i].float()
         n = len(response.response_ids)
         ids = torch.tensor(response.prompt_ids + response.response_ids)
+        log_probs = torch.tensor(response.log_probs)
         of_prompt = torch.zeros(len(response.prompt_ids) - 1)  # whose label is of the prompt
         row = {
             "input_ids": ids[:-1],
             "labels": ids[1:],
-            "response_mask": torch.cat([of_prompt, torch.ones(n)]).bool(),
-            "sampler_log_probs": torch.cat([of_prompt, torch.tensor(response.log_probs)]),
+            "response_mask": torch.cat([of_prompt, ~log_probs.isnan()]).bool(),
+            "sampler_log_probs": torch.cat([of_prompt, log_probs.nan_to_num()]),
             "advantages": torch.cat([of_prompt, of_tokens[:n]]),
             "finished": torch.tensor([response.finished]),
+            "response": torch.tensor([i]),
         }
         rows.append(row)
     batch = {}
@@ -720,7 +766,13 @@ def weights_of_tokens(batch, cfg):
     mask = batch["response_mask"]
     if cfg.mask_truncated:
         mask = mask & batch["finished"]
-    return AVERAGES[cfg.loss_average](mask.float(), cfg.max_new_tokens)
+    mask = mask.float()
+    of_row = batch["response"][:, 0]  # the number of its response
+    of_responses = torch.zeros_like(mask[: of_row[-1] + 1]).index_add(0, of_row, mask)
+    weights = AVERAGES[cfg.loss_average](of_responses, cfg.max_new_tokens)
+    if len(of_responses) == len(mask):
+        return weights
+    return weights[of_row] * mask / of_responses[of_row].clamp(min=1)
 
 
 def keep_rows(batch, indices):
@@ -1107,14 +1159,14 @@ class KLController:
 def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     """Samples one response to each of the problems. Returns {"solved", "reward_mean", ...} and
     samples: (problem, text, reward). reward=None: that of main(), or reward_fn if that is None."""
-    prompts = [problem["prompt_ids"] for problem in problems]
-    responses = rollout(policy, llm, prompts, cfg, "evaluate", 1, cfg.eval_temperature)
+    agent = cfg.agent if reward is None else None
+    responses = rollout(policy, llm, problems, cfg, "evaluate", 1, cfg.eval_temperature, agent)
     reward = reward or cfg.reward or reward_fn
     texts, rewards = by_first_process(score, responses, problems, tokenizer, reward)
     metrics = {
         "solved": (rewards >= SOLVED).float().mean().item(),
         "reward_mean": rewards.nanmean().item(),  # nan: not scored
-        "response_length": fmean(len(response.response_ids) for response in responses),
+        "response_length": fmean(response.n_written() for response in responses),
     }
     return metrics, list(zip(problems, texts, rewards.tolist()))
 
@@ -1314,12 +1366,11 @@ def start_decoding(policy, prompts):
 
 
 @mechanic
-def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
-    """P lists of prompt ids -> P * group_size Responses. Each of several processes samples for its
-    share of the prompts."""
+def sample(policy, llm, requests, cfg, temperature):
+    """B Requests -> B Responses, for which several processes share the work."""
     if llm is None:
-        return rollout_with_transformers(policy, prompts, cfg, seed, group_size, temperature)
-    return rollout_with_vllm(llm, prompts, cfg, seed, group_size, temperature)
+        return rollout_with_transformers(policy, requests, cfg, temperature)
+    return rollout_with_vllm(llm, requests, cfg, temperature)
 
 
 @mechanic
@@ -1558,13 +1609,19 @@ class Run:
 # 13. The loop.
 
 
-def learning_rate_schedule(step, cfg):
-    """Returns the factor on the learning rate in a step, counted from 1: it rises over
-    warmup_steps, and stays 1."""
-    return min(1.0, step / max(1, cfg.warmup_steps))
+FINAL_RATE = 0.1  # of learning_rate, at the end of a run
 
 
-def set_learning_rate(optimizer, step, cfg):
+def learning_rate_schedule(step, n_steps, cfg):
+    """Returns the factor on the learning rate in a step, counted from 1. It rises over warmup_steps
+    to 1, and falls along half a cosine to FINAL_RATE in step n_steps (SGDR, arXiv:1608.03983)."""
+    rising = min(1.0, step / max(1, cfg.warmup_steps))
+    progress = max(0, step - cfg.warmup_steps) / max(1, n_steps - cfg.warmup_steps)
+    cosine = math.cos(math.pi * min(1.0, progress))
+    return rising * (FINAL_RATE + (1 - FINAL_RATE) * (1 + cosine) / 2)
+
+
+def set_learning_rate(optimizer, step, n_steps, cfg):
     """Each group of parameters gets its own rate times learning_rate_schedule. Raises InputError
     where something else, such as a scheduler of torch, has set it: one of them would be lost."""
     for group in optimizer.param_groups:
@@ -1574,7 +1631,7 @@ def set_learning_rate(optimizer, step, cfg):
                 f"step {step}: the learning rate was set to {group['lr']}, and train() sets it in "
                 "each step; change learning_rate_schedule instead"
             )
-        group["lr"] = group["initial_lr"] * learning_rate_schedule(step, cfg)
+        group["lr"] = group["initial_lr"] * learning_rate_schedule(step, n_steps, cfg)
         group["scheduled_lr"] = group["lr"]
 
 
@@ -1616,6 +1673,12 @@ def train(
     controller = KLController(kl_coef, cfg, state["controller"])
     trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
+    n_steps = state.setdefault("n_steps", cfg.n_train_steps)
+    if n_steps != cfg.n_train_steps:
+        print(
+            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
+            "began, and stays there"
+        )
     scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
     if "scaler" in state:
         scaler.load_state_dict(state["scaler"])
@@ -1628,8 +1691,8 @@ def train(
         # here and in the update: with dropout the log-probs of the two would differ.
         start = time.perf_counter()
         asked = problems_of_step(problems.train, step - 1, n_prompts, cfg.seed)
-        prompts = [problem["prompt_ids"] for problem in asked]
-        responses = rollout(policy, llm, prompts, cfg, step, cfg.group_size, cfg.temperature)
+        n = cfg.group_size
+        responses = rollout(policy, llm, asked, cfg, step, n, cfg.temperature, cfg.agent)
         rollout_seconds = time.perf_counter() - start
 
         # 2. Score them. The advantages compare the responses of one group alone.
@@ -1649,7 +1712,7 @@ def train(
 
         # 4. One optimiser step per epoch over the whole rollout.
         run.in_update = True
-        set_learning_rate(optimizer, step, cfg)
+        set_learning_rate(optimizer, step, n_steps, cfg)
         of_update = {}  # means over the epochs
         for epoch in range(cfg.epochs_per_rollout):
             controller.follow(kl_coef)  # in case that an edit has changed it
@@ -1679,7 +1742,7 @@ def train(
 
         # 5. Log, evaluate and save.
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        metrics["response_length"] = fmean(len(response.response_ids) for response in responses)
+        metrics["response_length"] = fmean(response.n_written() for response in responses)
         metrics["truncated_frac"] = fmean(not response.finished for response in responses)
         metrics["time/rollout"] = rollout_seconds
         metrics["time/total"] = time.perf_counter() - start
@@ -1794,8 +1857,12 @@ def check_settings(cfg):
             raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
     if cfg.ref_model_id and not cfg.use_kl_penalty:
         raise InputError("ref_model_id is read with use_kl_penalty = True alone; set that")
-    if find_support() is None and (cfg.lora_rank or cfg.frozen_in_bf16):
-        raise InputError("lora_rank and frozen_in_bf16 need the folder support/ beside this file")
+    if cfg.agent is not None and cfg.reward is not reward_fn:
+        raise InputError("an agent returns the reward itself; leave reward out")
+    if find_support() is None and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.agent):
+        raise InputError(
+            "lora_rank, frozen_in_bf16 and agent need the folder support/ beside this file"
+        )
 
 
 def main(
@@ -1804,6 +1871,7 @@ def main(
     model_id=None,  # a checkpoint folder or a Hugging Face name
     task=None,  # a name in TASKS, a function like those, JSONL, or "user/dataset" on the hub
     eval_file=None,  # held-out problems, JSONL or "user/data::test"; None: a quarter of task's
+    agent=None,  # async (problem, ask) -> reward, for several turns: docs/agents.md
     reward=reward_fn,  # see section 4; None: only the KL term teaches, with ref_model_id
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
@@ -1876,6 +1944,8 @@ def main(
     apply_preset(cfg)
     choose_device(cfg)
     check_settings(cfg)
+    if agent is not None:
+        cfg.reward = reward_of_agent
     run = Run(cfg)
     if support:  # checks whether the model fits into the memory, and the folder of a resumed run
         support.check(run)

@@ -95,7 +95,8 @@ def rollout(case):
     """Nats between the log-probs of greedily sampled tokens and those of the whole row read again,
     or by which another token has more."""
     differences = []
-    for r in starter.rollout_with_transformers(case.policy, case.prompts, CFG, 0, 1, 0.0):
+    requests = starter.requests_for(case.prompts, CFG, 0, 1)
+    for r in starter.rollout_with_transformers(case.policy, requests, CFG, 0.0):
         again, chosen = own_log_probs(case.own, r)
         differences += [torch.tensor(r.log_probs) - chosen, again.amax(dim=1) - chosen]
     return torch.cat(differences)

@@ -223,7 +223,9 @@ def measure_sync(switches, policy, optimizer, llm, problems, cfg, go_on):
 
     def sample(group_size, temperature):
         """Returns Responses, nats between sampler and trainer, and whether a token is the best."""
-        responses = starter.rollout_with_vllm(llm, prompts, cfg, 1, group_size, temperature)
+        starter.forget_prompts(llm)
+        requests = starter.requests_for(prompts, cfg, 1, group_size)
+        responses = starter.rollout_with_vllm(llm, requests, cfg, temperature)
         batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
         mask = batch["response_mask"]
         log_probs = starter.response_logits(policy, batch, cfg.precision).float().log_softmax(1)

@@ -50,7 +50,7 @@ def examine(name):
         differences = {}
         for precision in ("float32", "bf16", "fp16"):
             cfg = starter.cfg_with(**{**vars(architectures.CFG), "precision": precision})
-            inputs = case.prompts, cfg, 0, 4, 1.0
+            inputs = starter.requests_for(case.prompts, cfg, 0, 4), cfg, 1.0
             responses = starter.rollout_with_transformers(case.policy, *inputs)
             sampler = opinion.numbers_of_sampler(case.policy, responses, *inputs)
             differences[f"sampler, {precision}"] = largest(sampler)

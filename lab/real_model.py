@@ -83,8 +83,9 @@ def greedy(model, tokenizer, prompts, max_new_tokens=24):
     cfg = starter.cfg_with(max_new_tokens=max_new_tokens, stop_token_ids=stops, precision="float32")
     problems = [{"prompt": prompt} for prompt in prompts]
     problems = starter.with_prompt_ids(problems, model, tokenizer, cfg)
-    ids = [problem["prompt_ids"] for problem in problems]
-    responses = starter.rollout_with_transformers(model, ids, cfg, 0, 1, 0.0)
+    prompts = [problem["prompt_ids"] for problem in problems]
+    requests = starter.requests_for(prompts, cfg, 0, 1)
+    responses = starter.rollout_with_transformers(model, requests, cfg, 0.0)
     response_ids = [response.response_ids for response in responses]
     return tokenizer.batch_decode(response_ids, skip_special_tokens=True)
 

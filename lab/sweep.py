@@ -7,10 +7,11 @@ that the present commit has measured are not repeated, so that a sweep that was 
 it was. Each run is a process of its own, --jobs at a time, which share the cores. To measure
 something new, add lines with these two columns.
 
-Settings may also name a "recipe", or several as in "a+b", which are applied before the run, and an
-"environment", variables of its process. In the place of a model's name may stand the settings of
-another run, whose model is taken, or {"sizes": ...} of one that lab.build_tiny builds. The task
-"skills" asks for the other skills in training.
+Settings may also name a "recipe", or several as in "a+b", which are applied before the run; hold
+"edits", {a text of starter.py: what is put in its place}; and an "environment", variables of its
+process. In the place of a model's name may stand the settings of another run, whose model is taken,
+or {"sizes": ...} of one that lab.build_tiny builds. The task "skills" asks for the other skills in
+training.
 
 "kept" is the mean of the four other skills, or the share of the questions that SmolLM2 still
 answers. A curve has a value for each evaluation; that of the nats per token between sampler and
@@ -99,6 +100,7 @@ def run_one(settings, seed, threads):
     fails, whose process has said why."""
     settings = dict(settings)
     recipes = settings.pop("recipe", "").split("+")
+    edits = settings.pop("edits", {})
     variables = settings.pop("environment", {})
     with tempfile.TemporaryDirectory() as folder:
         for part in ("support", "lab"):
@@ -107,6 +109,12 @@ def run_one(settings, seed, threads):
         for name in filter(None, recipes):
             patch = REPOSITORY / "recipes" / f"{name}.patch"
             subprocess.run(["git", "apply", patch], cwd=folder, check=True)
+        file = Path(folder, "starter.py")
+        for text, other in edits.items():
+            source = file.read_text()
+            if source.count(text) != 1:
+                raise SystemExit(f"{text!r} is {source.count(text)} times in starter.py")
+            file.write_text(source.replace(text, other))
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps([settings, seed])],
             cwd=folder,

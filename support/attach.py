@@ -3,8 +3,21 @@ named there. No decision is made here: starter.py draws the tokens, scores them,
 loss; this folder makes that faster and looks on."""
 
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
-from support import edits, engines, fast, gpu, guards, kl_checks, lora, memory, models, opinion
+from support import (
+    agents,
+    edits,
+    engines,
+    fast,
+    gpu,
+    guards,
+    kl_checks,
+    lora,
+    memory,
+    models,
+    opinion,
+)
 from support import presets, ranks, rules, tasks
+from support.agents import play  # noqa: F401
 from support.models import mend_model  # noqa: F401
 from support.rewards import awaited  # noqa: F401
 from support.tasks import read_rows  # noqa: F401
@@ -47,6 +60,7 @@ def prepare(policy, ref_model, tokenizer, problems, run):
     cfg = run.cfg
     rules.note_changed_sources(policy, problems, cfg)
     rules.check_model(policy, tokenizer, problems, cfg)
+    agents.begin_run(tokenizer)
     models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
     if cfg.lora_rank:
         start = lora.add_adapters(policy, cfg)

@@ -109,17 +109,13 @@ class SecondOpinion:
 # Numbers.  -> {name: (tensor, the same by starter.py's own mechanics)}, and the limit.
 
 
-def numbers_of_sampler(policy, responses, prompts, cfg, seed, group_size, temperature):
+def numbers_of_sampler(policy, responses, requests, cfg, temperature):
     """Samples the beginning of the most surprising response again."""
     surprises = [-sum(response.log_probs[:LONGEST]) for response in responses]
     i = surprises.index(max(surprises))
-    short = SimpleNamespace(**vars(cfg))
-    short.max_new_tokens = min(LONGEST, cfg.max_new_tokens)
-    prompt = prompts[i // group_size]
+    request = requests[i]._replace(max_new_tokens=min(LONGEST, requests[i].max_new_tokens))
     with own_mechanics(policy):
-        [again] = starter.rollout_with_transformers(
-            policy, [prompt], short, seed + i, 1, temperature
-        )
+        [again] = starter.rollout_with_transformers(policy, [request], cfg, temperature)
     pairs = []
     tokens = zip(responses[i].response_ids, again.response_ids)
     for (token, other), *log_probs in zip(tokens, responses[i].log_probs, again.log_probs):

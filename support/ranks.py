@@ -121,20 +121,27 @@ def shard(model, cfg, reshard):
             module.set_force_sum_reduction_for_comms(True)
 
 
-def sample(policy, llm, prompts, cfg, seed, group_size, temperature):
-    """Each response has the seed that it has in one process."""
+def share_of(items):
+    """Returns those of this process, which stand together."""
+    n = -(-len(items) // WORLD)
+    return items[RANK * n : (RANK + 1) * n]
+
+
+def sample(policy, llm, requests, cfg, temperature):
+    """Like starter.sample."""
+    join_weights(policy, llm)
+    responses = []
+    share = share_of(requests)
+    if share:
+        responses = edits.own("sample")(policy, llm, share, cfg, temperature)
+    return gather(responses)
+
+
+def join_weights(policy, llm):
+    """Before processes decode, which they do at different pace."""
     for module in policy.modules():
         if llm is None and hasattr(module, "unshard"):
             module.unshard()
-    n = -(-len(prompts) // WORLD)
-    first = RANK * n
-    share = prompts[first : first + n]
-    responses = []
-    if share:
-        of_engine = edits.own("sample")
-        seed += first * group_size
-        responses = of_engine(policy, llm, share, cfg, seed, group_size, temperature)
-    return gather(responses)
 
 
 def by_first_process(function, *arguments):

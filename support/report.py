@@ -27,8 +27,10 @@ def report(result, policy, ref_model, llm, problems, run):
 def write_report(result, policy, ref_model, llm, problems, run):
     cfg = run.cfg
     n = len(problems.held_out)
-    prompts = [problem["prompt_ids"] for problem in problems.held_out]
-    responses = starter.rollout(policy, llm, prompts, cfg, "measure_kl", 1, cfg.temperature)
+    held_out = problems.held_out
+    responses = starter.rollout(
+        policy, llm, held_out, cfg, "measure_kl", 1, cfg.temperature, cfg.agent
+    )
     nats = measure_kl(policy, ref_model, responses, cfg)
     result["kl_per_token"] = nats.mean().item()
     if run.writes_files:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import starter
 
@@ -14,6 +15,8 @@ AT_ONCE = 64  # calls of an async reward that wait for their answers
 def event_loop():
     """One for all steps, as clients need it, in a thread of its own: a notebook's runs already."""
     loop = asyncio.new_event_loop()
+    # Agents that block a thread wait for each other: each needs its own, which is made when needed
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=10_000))
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import starter
 from starter import InputError
-from support import edits
+from support import agents, edits
 
 # 1. Parameters
 
@@ -101,6 +101,8 @@ def check_settings(cfg):
             f"model_id = {str(cfg.model_id)!r} is a run's folder; its model is "
             f"{str(Path(cfg.model_id, 'model'))!r}"
         )
+    if cfg.agent is not None:
+        agents.check(cfg.agent)
     preset = starter.PRESETS[cfg.preset]
     goes_on = Path(cfg.model_id).with_name("settings.json").is_file()  # with a run's model
     is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id") and not goes_on

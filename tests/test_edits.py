@@ -448,7 +448,7 @@ advantages = rewards - rewards.mean()
         lambda x: 2 * policy_loss(x),
     ),
     learning_rate_schedule=Edit(
-        {"return min(1.0, step / max(1, cfg.warmup_steps))": "return 1 / step"},
+        {"return rising * (FINAL_RATE + (1 - FINAL_RATE) * (1 + cosine) / 2)": "return 1 / step"},
         check=lambda run: run.logged["train/lr"] == pytest.approx([0.01, 0.005, 0.01 / 3]),
     ),
     other_optimizer=Edit(

@@ -46,7 +46,9 @@ CFG = SimpleNamespace(max_new_tokens=20, precision="float32", stop_token_ids=(1,
 
 def sample(llm, prompts, seed=0, temperature=1.0):
     """Groups of four by vLLM as it is."""
-    return starter.rollout_with_vllm(llm, prompts, CFG, seed, 4, temperature)
+    starter.forget_prompts(llm)
+    requests = starter.requests_for(prompts, CFG, seed, 4)
+    return starter.rollout_with_vllm(llm, requests, CFG, temperature)
 
 
 def largest_difference(policy, responses, temperature=1.0):
@@ -102,8 +104,9 @@ def test_engine_agrees_with_the_trainer_after_each_sync(tmp_path, name, lora_ran
                 assert len(r.log_probs) == len(r.response_ids)
             assert len({tuple(r.response_ids) for r in responses[:4]}) > 1
             assert largest_difference(policy, responses, temperature) < 1e-4
-        greedy = starter.rollout_with_vllm(llm, prompts, CFG, 0, 1, 0.0)
-        ours = starter.rollout_with_transformers(policy, prompts, CFG, 0, 1, 0.0)
+        requests = starter.requests_for(prompts, CFG, 0, 1)
+        greedy = starter.rollout_with_vllm(llm, requests, CFG, 0.0)
+        ours = starter.rollout_with_transformers(policy, requests, CFG, 0.0)
         assert [r.response_ids for r in greedy] == [r.response_ids for r in ours]
         assert largest_difference(policy, greedy) < 1e-4
 

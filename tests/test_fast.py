@@ -111,7 +111,8 @@ def test_each_prompt_is_read_once_and_logits_are_made_in_slices(monkeypatch):
     cfg = starter.cfg_with(max_new_tokens=2, stop_token_ids=[], precision="float32")
     for tokens_at_once in (1_000, 5 * 4):
         monkeypatch.setattr(starter, "TOKENS_AT_ONCE", tokens_at_once)
-        starter.rollout_with_transformers(model, [[5, 6, 7], [8, 9]], cfg, 0, group_size=4)
+        requests = starter.requests_for([[5, 6, 7], [8, 9]], cfg, 0, 4)
+        starter.rollout_with_transformers(model, requests, cfg)
     # Prompts without their last tokens, and what follows; in sampling whole ones, and a step
     assert n_read == [3 * 8, 6 * 12, 2 * 3, 8, 3, 4, 2, 4]
 

@@ -68,10 +68,11 @@ def test_engine_that_does_not_start_says_how_to_go_on(llm):
 def test_rollout_refuses_an_engine_that_keeps_its_prefix_cache_or_would_cut_responses(llm):
     llm.reset_prefix_cache.return_value = False
     llm.llm_engine.model_config.max_model_len = 5
-    for max_new_tokens, words in ((3, "kept its prefix cache"), (4, "started for 5 tokens .* 6 ")):
-        cfg = starter.cfg_with(stop_token_ids=[2], max_new_tokens=max_new_tokens)
-        with pytest.raises(starter.RunStopped, match=words):
-            starter.rollout_with_vllm(llm, [[1, 2], [1]], cfg, 0, 1, 1.0)
+    cfg = starter.cfg_with(stop_token_ids=[2], max_new_tokens=4)
+    with pytest.raises(starter.RunStopped, match="started for 5 tokens .* 6 "):
+        starter.rollout_with_vllm(llm, starter.requests_for([[1, 2], [1]], cfg, 0, 1), cfg)
+    with pytest.raises(starter.RunStopped, match="kept its prefix cache"):
+        starter.forget_prompts(llm)
 
 
 @needs_vllm

@@ -59,17 +59,6 @@ def test_two_recipes_apply_together_unless_they_change_the_same_lines(pair, tmp_
     assert [git_apply(name, tmp_path) for name in pair] == [True, {*pair} not in SAME_LINES]
 
 
-class ThreeTurns:
-    """An environment that answers with the number of characters, twice."""
-
-    def __init__(self, problem):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        return str(len(text)), self.turns == 3
-
-
 def train_twice(names, checkpoint, folder):
     """Trains with these recipes, without support/ and with it. Compares the curves."""
     logs = []
@@ -78,8 +67,6 @@ def train_twice(names, checkpoint, folder):
         assert all(git_apply(name, copy) for name in names.split("+"))
         starter = import_copy(copy)
         given = settings(checkpoint, f"{copy}/out", n_train_steps=3, save_every=2)
-        if names == "multi_turn":
-            given |= dict(max_new_tokens=24, environment=ThreeTurns)
         if names == "moving_reference":
             starter.REFERENCE_EVERY = 1
         logs.append(scalars(starter.main(**given)["run_folder"]))
@@ -273,16 +260,9 @@ def test_dynamic_sampling_fills_steps_with_groups_that_differ(checkpoint, tmp_pa
     log = whole_run(module, checkpoint, tmp_path, reward=reward)
     assert {*log["train/frac_zero_std"].values()} == {0}
     sampled = []
-    at_each_call(module, "rollout", lambda policy, llm, prompts, *_: sampled.append(len(prompts)))
+    at_each_call(module, "rollout", lambda policy, llm, asked, *_: sampled.append(len(asked)))
     module.main(**settings(checkpoint, tmp_path, n_train_steps=1, reward=lambda *_: 0.5))
     assert sampled == [10, *[4] * 8, 10]  # between two evaluations
-
-
-def test_cosine_falls_from_the_full_rate_to_a_tenth(checkpoint, tmp_path):
-    given = settings(checkpoint, tmp_path, n_train_steps=6, warmup_steps=2, learning_rate=2e-3)
-    rates = scalars(load("cosine", tmp_path).main(**given)["run_folder"])["train/lr"]
-    shares = [0.5, *(0.55 + 0.45 * math.cos(math.pi / 4 * i) for i in range(5))]
-    assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
 
 
 def test_off_policy_samples_every_fourth_step(checkpoint, tmp_path):
@@ -377,58 +357,3 @@ def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, e
         assert (response.response_ids, response.finished) == (ids[:n], bool(by_token + by_string))
         assert text == read[n - (n in by_token)]
     assert any(text.endswith(strings[1]) for text in texts)
-
-
-# Conversations
-
-
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_conversations_teach_what_was_written_and_not_what_was_read(checkpoint, tmp_path, engine):
-    module = load("multi_turn", tmp_path)
-    stops = list(range(1, 58, 4))  # random weights soon end a turn with one of them
-    cfg = module.cfg_with(
-        stop_token_ids=stops,
-        max_new_tokens=24,
-        environment=ThreeTurns,
-        precision="float32",
-        engine=engine,
-    )
-    policy, tokenizer = module.init_policy(checkpoint, "cpu")
-    problems = module.with_prompt_ids(small_sums(cfg)[0][::20], policy, tokenizer, cfg)
-    module.seed_for = mock.Mock(wraps=module.seed_for)
-    prompts = [problem["prompt_ids"] for problem in problems]
-    llm = None
-    if engine == "vllm":  # with room for the longest conversation, and no more
-        pytest.importorskip("vllm")
-        engines.attach(cfg)
-        llm = starter.init_vllm(checkpoint, 0, max(map(len, prompts)) + 24, 0.3, "float32")
-        module.load_policy_into_vllm_instance = starter.load_policy_into_vllm_instance
-    responses = module.rollout(policy, llm, prompts, cfg, 1, 4, 1.0)
-    assert len({call.args[1] for call in module.seed_for.call_args_list}) == 3  # of each turn
-    batch = module.make_batch(responses, torch.zeros(12), "cpu")
-    for i, response in enumerate(responses):
-        rest = response.response_ids
-        assert len(rest) <= 24
-        written = [False] * (len(response.prompt_ids) - 1)
-        for turn in range(3):
-            n = next((n for n, token in enumerate(rest, 1) if token in stops), len(rest))
-            length = len(tokenizer.decode(rest[:n], skip_special_tokens=True))
-            read = tokenizer(f"<|user|>{length}<|assistant|>")["input_ids"][: len(rest) - n]
-            assert turn == 2 or rest[n : n + len(read)] == read
-            written += [True] * n + [False] * len(read)
-            rest = rest[n + len(read) :]
-        assert response.finished == (n > 0 and response.response_ids[-1] in stops and not read)
-        ids = torch.tensor(response.prompt_ids + response.response_ids)
-        table = policy(ids[None, :-1]).logits[0].log_softmax(dim=1)
-        own = table[range(len(written)), ids[1:]] * torch.tensor(written)
-        mask, log_probs = (batch[name][i] for name in ("response_mask", "sampler_log_probs"))
-        assert mask[: len(written)].tolist() == written
-        torch.testing.assert_close(log_probs[: len(written)], own, rtol=0, atol=1e-4)
-
-
-def test_calculator_answers_arithmetic_and_nothing_else(tmp_path, monkeypatch):
-    module = load("multi_turn", tmp_path)
-    monkeypatch.setattr(module, "find_support", lambda: "as if it were there")
-    step = module.Calculator({}).step
-    assert step("<calc>12 * (3 + 4)</calc>") == ("84", False) and step("it is 84")[1]
-    assert step("<calc>__import__('os')</calc>") == ("not arithmetic", False)

@@ -327,6 +327,20 @@ def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint,
         assert again["run_folder"] == renamed and "after step 1\n" in capsys.readouterr().out
 
 
+def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, tmp_path, capsys):
+    """Also where n_train_steps is raised on a resume, which the log says: to a tenth."""
+    given = settings(
+        checkpoint, tmp_path, n_train_steps=6, warmup_steps=2, learning_rate=2e-3, eval_every=0
+    )
+    result = run("alone", **given)
+    assert "the learning rate falls until" not in capsys.readouterr().out
+    run("alone", **{**given, "n_train_steps": 8, "resume": str(result["run_folder"])})
+    assert "the learning rate falls until step 6" in capsys.readouterr().out
+    shares = [0.5, *(0.55 + 0.45 * math.cos(math.pi / 4 * i) for i in range(5)), 0.1, 0.1]
+    rates = scalars(result["run_folder"])["train/lr"]
+    assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
+
+
 def test_resume_without_a_step_left_says_so_and_keeps_the_settings(checkpoint, tmp_path, capsys):
     folder = run("alone", **settings(checkpoint, tmp_path, n_train_steps=1))["run_folder"]
     before = (folder / "settings.json").read_text()

@@ -32,10 +32,10 @@ def test_evaluation_answers_other_skills_whatever_the_reward_is(
     asked = []
     shipped = starter.rollout
 
-    def rollout(policy, llm, prompts, cfg, purpose, group_size, temperature):
-        texts = tokenizer.batch_decode(prompts)
+    def rollout(policy, llm, problems, cfg, purpose, group_size, temperature, agent):
+        texts = tokenizer.batch_decode([problem["prompt_ids"] for problem in problems])
         asked.append((purpose, texts, group_size, temperature))
-        responses = shipped(policy, llm, prompts, cfg, purpose, group_size, temperature)
+        responses = shipped(policy, llm, problems, cfg, purpose, group_size, temperature, agent)
         if purpose != "evaluate":
             return responses
         replies = tokenizer([f"<answer>{ANSWERS[text]}</answer>" for text in texts])["input_ids"]
