@@ -20,7 +20,7 @@ is what runs.
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-tokens are weighted by pi / sampler, at most 2, where the engine that sampled computes otherwise;
+tokens are weighted by old / sampler, at most 2, where the engine that sampled computes otherwise;
 the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
 
 Shapes: P prompts, G responses to each, B rows of a batch (one for each response), T columns, N
@@ -202,21 +202,17 @@ def autocast(device, precision):
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
-def check_loaded(model_id, policy, loading):
-    """Raises InputError where transformers has loaded another model than the checkpoint holds."""
-    if loading["missing_keys"]:  # transformers has given random numbers to them
+@contextlib.contextmanager
+def loading(model_id):
+    """Raises InputError for whatever transformers raises over files that others wrote."""
+    try:
+        yield
+    except Exception as error:
+        is_folder = "" if Path(model_id).is_dir() else "is no folder, and "
         raise InputError(
-            f"{str(model_id)!r} cannot be loaded: it holds no weights for "
-            f"{sorted(loading['missing_keys'])[:3]}; give a whole checkpoint"
-        )
-    if hasattr(policy.config, "quantization_config"):
-        raise InputError(
-            f"{str(model_id)!r} holds quantised weights, which cannot be trained and saved; give "
-            "the checkpoint from which it was made"
-        )
-    unread = sorted(loading["unexpected_keys"])
-    if unread:
-        print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
+            f"{str(model_id)!r} {is_folder}cannot be loaded ({' '.join(str(error).split()):.300}); "
+            "give a folder written by save_pretrained, or a Hugging Face name"
+        ) from error
 
 
 def init_policy(model_id, device):
@@ -224,22 +220,22 @@ def init_policy(model_id, device):
     keeps 8 bits of a weight, and most updates at learning rates below 1e-5 are smaller."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        policy, loading = AutoModelForCausalLM.from_pretrained(
+    with loading(model_id):
+        policy, keys = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises over files that others wrote
-        is_folder = "" if Path(model_id).is_dir() else "is no folder, and "
-        raise InputError(
-            f"{str(model_id)!r} {is_folder}cannot be loaded ({' '.join(str(error).split()):.300}); "
-            "give a folder written by save_pretrained, or a Hugging Face name"
-        ) from error
-    check_loaded(model_id, policy, loading)
+        if keys["missing_keys"]:  # transformers has given random numbers to them
+            raise ValueError(f"it holds no weights for {sorted(keys['missing_keys'])[:3]}")
+        if hasattr(policy.config, "quantization_config"):
+            raise ValueError("it holds quantised weights, which cannot be trained and saved")
+    unread = sorted(keys["unexpected_keys"])
+    if unread:
+        print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
     make_logits_float32(policy)
     support = find_support()
     if support:  # what is odd in some models and tokenizers
-        support.mend_model(policy, tokenizer, loading["unexpected_keys"])
+        support.mend_model(policy, tokenizer, unread)
     return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
 
 
@@ -257,10 +253,8 @@ def init_teacher(ref_model_id, tokenizer, device):
 
 def enable_checkpointing(policy):
     """In train mode the layers then keep their inputs alone for the backward pass."""
-    if hasattr(policy, "activation_checkpointing_enable"):
-        policy.activation_checkpointing_enable()
-    else:  # the same, in transformers before 5.24
-        policy.gradient_checkpointing_enable()
+    before_5_24 = policy.gradient_checkpointing_enable  # of transformers; the same
+    getattr(policy, "activation_checkpointing_enable", before_5_24)()
 
 
 def set_train_mode_of_checkpointed_layers(policy):
@@ -344,6 +338,19 @@ def with_prompt_ids(problems, policy, tokenizer, cfg):
             f"max_new_tokens = {cfg.max_new_tokens} they do not fit into {context} tokens"
         )
     return fitting
+
+
+def tokenized(problems, policy, tokenizer, cfg):
+    """Returns the Problems that fit, each with its "prompt_ids". Raises InputError if none do."""
+    problems = Problems(*[with_prompt_ids(part, policy, tokenizer, cfg) for part in problems])
+    if not problems.train or not problems.held_out:
+        n_different = len({repr(problem["prompt"]) for problem in problems.train})
+        raise InputError(
+            f"task = {cfg.task!r} has {len(problems.train)} prompts to train on ({n_different} "
+            f"different ones), {len(problems.held_out)} held out; give more different or shorter "
+            "ones, an eval_file, or a lower max_new_tokens"
+        )
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -767,12 +774,15 @@ def weights_of_tokens(batch, cfg):
     if cfg.mask_truncated:
         mask = mask & batch["finished"]
     mask = mask.float()
-    of_row = batch["response"][:, 0]  # the number of its response
-    of_responses = torch.zeros_like(mask[: of_row[-1] + 1]).index_add(0, of_row, mask)
-    weights = AVERAGES[cfg.loss_average](of_responses, cfg.max_new_tokens)
-    if len(of_responses) == len(mask):
-        return weights
-    return weights[of_row] * mask / of_responses[of_row].clamp(min=1)
+    average = AVERAGES[cfg.loss_average]
+    _, of_row = batch["response"][:, 0].unique(return_inverse=True)
+    n_responses = of_row.max() + 1
+    if n_responses == len(mask):
+        return average(mask, cfg.max_new_tokens)
+    # Agents with several conversations: their rows together weigh as much as one response
+    counts = torch.zeros_like(mask[:n_responses]).index_add(0, of_row, mask)
+    weights = average(counts, cfg.max_new_tokens) / counts.clamp(min=1)
+    return weights[of_row] * mask
 
 
 def keep_rows(batch, indices):
@@ -927,7 +937,7 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
     d = (policy_log_probs - ref_log_probs).detach()
     charged = apply_term_rule(kl, d, mask, cfg)  # kl itself, without such a rule
     metadata = {
-        "kl_penalty_mean": kl,  # before a rule
+        "kl_penalty_mean": kl,  # before a rule; of sampled tokens as they are, without weights
         "adaptive_kl/adapted_kl": charged,
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
         **estimates_for_log(d, pi_over_sampler),
@@ -1090,18 +1100,25 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
 
 # --------------------------------------------------------------------------------------------------
-# 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method.
-#
-# A rule changes the KL of each token, or the coefficient. support/adaptive_rules.py has some of
-# both kinds. Without one, KLController gives kl_coef.
+# 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method: a rule, or "a+b" of two kinds.
+
+
+def target(controller, cfg, kl, reward):
+    """Steers the KL to cfg.kl_target (as in arXiv:1909.08593, by fixed factors)."""
+    if kl > 1.5 * cfg.kl_target:
+        return 1.5 * controller.beta
+    if kl < 0.5 * cfg.kl_target:
+        return 0.75 * controller.beta
+    return controller.beta
+
+
+# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta.
+# support/adaptive_rules.py adds more of both kinds; README_KL.md has how they fared.
+COEFFICIENT_RULES = {"target": target}
 
 # Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
 #     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
 TERM_RULES = {}
-
-# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta, such as
-#     COEFFICIENT_RULES["rise"] = lambda controller, cfg, kl, reward: 1.01 * controller.beta
-COEFFICIENT_RULES = {}
 
 
 def rule_among(rules, cfg):
@@ -1124,25 +1141,22 @@ class KLController:
     """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it after an update."""
 
     def __init__(self, kl_coef, settings, state=None):
-        self.start = kl_coef
         self.settings = settings  # cfg, or KLSettings
-        self.known = kl_coef, settings.kl_coef
         self.rule = rule_among(COEFFICIENT_RULES, settings)
+        self.start = kl_coef
+        self.known = kl_coef, settings.kl_coef
         self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
-        if self.rule is None:
-            self.state["beta"] = kl_coef  # that of now, in a resumed run
 
     @property
     def beta(self):
-        return self.state["beta"]
+        return self.start if self.rule is None else self.state["beta"]
 
     def follow(self, kl_coef):
-        """For edits that change kl_coef while training, that of train() or that of the settings: it
-        is the coefficient from here on."""
+        """Goes on from another coefficient, if an edit of train() has changed kl_coef there, or in
+        the settings."""
         for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
             if now != before:
-                self.start = now
-                self.state["beta"] = now
+                self.start = self.state["beta"] = now
         self.known = kl_coef, self.settings.kl_coef
 
     def update(self, kl, reward):
@@ -1231,12 +1245,7 @@ def mechanic(function):
     """Marks a function in whose place support/ may put another one, by an entry in MECHANICS."""
     name = function.__name__
     MECHANICS[name] = function
-
-    @functools.wraps(function)
-    def call(*arguments, **named):
-        return MECHANICS[name](*arguments, **named)
-
-    return call
+    return functools.wraps(function)(lambda *inputs, **named: MECHANICS[name](*inputs, **named))
 
 
 def find_support():
@@ -1258,10 +1267,8 @@ def find_support():
 
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
-    """Returns the rows of the step that this process computes: here all. support/ gives each of
-    several processes its share, and leaves out rows that have no gradient: those without an
-    advantage, where there is no KL term and the loss is as it was shipped. The log then has the
-    means over the rows that are left, of the entropy for example."""
+    """Returns the rows of the step that this process computes: here all. support/ divides them
+    among processes, and leaves out those without a gradient; the log has means over the others."""
     return batch
 
 
@@ -1297,9 +1304,8 @@ def add_scaled(sums, values, factor):
 
 @mechanic
 def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
-    """Has grpo_microbatch_step add up the gradient of a step. Returns the loss and, for the log,
-    means over the tokens of all microbatches, of several processes together. Where memory runs out,
-    support/ cuts the microbatches in two and begins again."""
+    """Adds up the gradient of a step. Returns the loss and, for the log, means over the tokens of
+    all microbatches. Where memory runs out, support/ cuts these in two and begins again."""
     n_tokens = sum(microbatch["response_mask"].sum() for microbatch in microbatches)
     sums = {}
     for microbatch in microbatches:
@@ -1478,30 +1484,22 @@ def check_can_be_saved(state):
 @contextlib.contextmanager
 def written_whole(path, content):
     """Gives a place where to write a file or folder, which gets the name `path` when it is on the
-    disk: it is whole, or it is not there. content: the tensors in it, whose size is compared with
-    the room that is free. Raises RunStopped where it cannot be written."""
+    disk: it is whole, or it is not there. Raises RunStopped where it cannot be written. content:
+    the tensors in it, of which that tells the size."""
     unfinished = path.with_name("unfinished")
-    sizes = [x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
-    needed = sum(sizes) / 1e9
     try:
-        if needed > shutil.disk_usage(path.parent).free / 1e9:
-            raise OSError("the disk is too full")
         yield unfinished
+        if path.is_dir():  # of a run that was resumed
+            shutil.rmtree(path)
+        unfinished.replace(path)
     except Exception as error:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        needed = sum(x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)) / 1e9
         free = shutil.disk_usage(path.parent).free / 1e9
         raise RunStopped(
             f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
             f"free; make room, and add --resume {path.parent}"
         ) from error
-    else:
-        if path.is_dir():  # of a run that was resumed
-            shutil.rmtree(path)
-        unfinished.replace(path)
-    finally:
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished)
-        elif unfinished.exists():
-            unfinished.unlink()
 
 
 def folder_of_run(cfg):
@@ -1713,7 +1711,7 @@ def train(
         # 4. One optimiser step per epoch over the whole rollout.
         run.in_update = True
         set_learning_rate(optimizer, step, n_steps, cfg)
-        of_update = {}  # means over the epochs
+        of_update = {}  # sums over the epochs
         for epoch in range(cfg.epochs_per_rollout):
             controller.follow(kl_coef)  # in case that an edit has changed it
             beta = controller.beta
@@ -1721,7 +1719,7 @@ def train(
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
             scaler.unscale_(optimizer)
             sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
-            add_scaled(of_update, sums, 1 / cfg.epochs_per_rollout)
+            add_scaled(of_update, sums, 1.0)
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments would still move weights
                 scaler.step(optimizer)
@@ -1733,6 +1731,7 @@ def train(
                 break
             if ref_model is not None:
                 controller.update(sums["kl_per_token"], metrics["reward_mean"])
+        of_update = {name: total / (epoch + 1) for name, total in of_update.items()}
         metrics = joined(metrics, of_update)
         state.setdefault("first_diff", metrics["sampler_logprob_diff"])
         state["step"] = step
@@ -1764,7 +1763,7 @@ def train(
 
 
 # --------------------------------------------------------------------------------------------------
-# 14. The numbers.
+# 14. main() and its settings.
 
 # A preset fills the parameters of main() that are None. support/presets.py adds more of them, and
 # chooses what "auto" is on this machine; without it "auto" is "qwen3-1.7b", also for other models.
@@ -1810,14 +1809,12 @@ def choose_device(cfg):
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
-    if cfg.precision == "auto":
+    if cfg.precision == "auto" and on_gpu:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        cfg.precision = "bf16" if has_bf16 else "fp16"
+    elif cfg.precision == "auto":
         has_bf16 = torch.cpu.get_capabilities().get("amx_bf16", False)
-        cfg.precision = "float32"
-        if on_gpu:
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            cfg.precision = "fp16"
-        if has_bf16:
-            cfg.precision = "bf16"
+        cfg.precision = "bf16" if has_bf16 else "float32"
     if cfg.engine == "auto":
         has_vllm = importlib.util.find_spec("vllm")
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
@@ -1863,6 +1860,20 @@ def check_settings(cfg):
         raise InputError(
             "lora_rank, frozen_in_bf16 and agent need the folder support/ beside this file"
         )
+
+
+def save_model(run, policy, tokenizer):
+    """Writes the run's folder model/, as Hugging Face lays it out, with the problems of other
+    skills for whoever goes on training it."""
+    weights = dict(weights_by_name(policy))
+    if not run.writes_files:
+        return
+    with written_whole(run.folder / "model", weights) as unfinished:
+        policy.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        other_skills = Path(run.cfg.model_id, "retention.jsonl")
+        if other_skills.is_file():
+            shutil.copy(other_skills, unfinished)
 
 
 def main(
@@ -1954,14 +1965,7 @@ def main(
     problems = load_problems(cfg)
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
-    problems = Problems(*[with_prompt_ids(part, policy, tokenizer, cfg) for part in problems])
-    if not problems.train or not problems.held_out:
-        n_different = len({repr(problem["prompt"]) for problem in problems.train})
-        raise InputError(
-            f"task = {cfg.task!r} has {len(problems.train)} prompts to train on ({n_different} "
-            f"different ones), {len(problems.held_out)} held out; give more different or shorter "
-            "ones, an eval_file, or a lower max_new_tokens"
-        )
+    problems = tokenized(problems, policy, tokenizer, cfg)
     ref_model = None
     if cfg.ref_model_id:
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
@@ -2000,15 +2004,7 @@ def main(
             print(f"An error ends the run; a checkpoint of step {run.state['step']} is saved")
         raise
 
-    # Save the model, and report.
-    weights = dict(weights_by_name(policy))
-    if run.writes_files:
-        with written_whole(run.folder / "model", weights) as unfinished:
-            policy.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            other_skills = Path(cfg.model_id, "retention.jsonl")
-            if other_skills.is_file():  # for whoever goes on training it
-                shutil.copy(other_skills, unfinished)
+    save_model(run, policy, tokenizer)
     result = {
         "before": run.state["before"],
         "after": run.state["after"],
@@ -2120,19 +2116,12 @@ def test_functions():
 
 def value_of(text):
     """ "50" -> 50, "(0.2, 0.28)" -> a tuple, "no" -> False. Other values stay texts."""
-    words = {
-        "inf": math.inf,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
+    if text in ("true", "yes", "on", "false", "no", "off"):
+        return text in ("true", "yes", "on")
     try:
-        return ast.literal_eval(text)
+        return math.inf if text == "inf" else ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return words.get(text, text)
+        return text
 
 
 def settings_from(arguments):
@@ -2150,13 +2139,9 @@ def settings_from(arguments):
         kind = str if isinstance(default, str) else value_of
         # Without a value it is True, as in --use_kl_penalty
         parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
-    with_underscores = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name.startswith("--"):
-            name = "--" + name[2:].replace("-", "_")
-        with_underscores.append(name + equals + value)
-    settings, unknown = parser.parse_known_args(with_underscores)
+    names = re.compile("(?<=^--)[^=]+")
+    arguments = [names.sub(lambda name: name[0].replace("-", "_"), text) for text in arguments]
+    settings, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))
         parser.error(f"{unknown[0]} is no --name of a parameter, or value after one; near: {near}")

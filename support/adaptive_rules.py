@@ -1,8 +1,8 @@
 """Rules of adaptive KL; importing this adds them to starter.TERM_RULES and COEFFICIENT_RULES.
 
-The names without _sound are the forms of the adaptive-KL documents, to reproduce them; what is
-wrong with each stands beside it, and README_KL.md has the measurements. A name that ends in _sound
-is the form that does what the name promises.
+The names without _sound (and target, in starter.py) are the forms of the adaptive-KL documents, to
+reproduce them; what is wrong with each stands beside it, and README_KL.md has the measurements. A
+name that ends in _sound is the form that does what the name promises.
 """
 
 import math
@@ -49,16 +49,6 @@ def moving_average(state, name, value):
     return state[name]
 
 
-def target(controller, cfg, kl, reward):
-    """Without bounds beta winds down while the policy is still at the reference."""
-    beta = controller.beta
-    if kl > 1.5 * cfg.kl_target:
-        beta *= 1.5
-    elif kl < 0.5 * cfg.kl_target:
-        beta *= 0.75
-    return beta
-
-
 def target_sound(controller, cfg, kl, reward):
     """Small steps in log beta on a moving average, since the policy needs some steps to follow."""
     ratio = moving_average(controller.state, "kl", kl) / cfg.kl_target
@@ -95,5 +85,5 @@ def dynamic_sound(controller, cfg, kl, reward):
 
 for rule in (clip, clip_sound, sigmoid, sigmoid_sound, length_normalized, length_normalized_sound):
     starter.TERM_RULES[rule.__name__] = rule
-for rule in (target, target_sound, dynamic, dynamic_sound):
+for rule in (target_sound, dynamic, dynamic_sound):
     starter.COEFFICIENT_RULES[rule.__name__] = rule

@@ -50,7 +50,7 @@ def mend_model(policy, tokenizer, unread):
 
 def check_unread(policy, unread):
     """Raises InputError where the checkpoint holds more of a layer than the model has: a bias, a
-    scale, an adapter. Layers that the model lacks altogether are named by init_policy."""
+    scale, an adapter."""
     leaves = {name for name, module in policy.named_modules() if not any(module.children())}
     for name in unread:
         parts = name.split(".")

@@ -342,7 +342,7 @@ def test_stop_strings_end_responses_behind_a_whole_token(checkpoint, tmp_path, e
         pytest.importorskip("vllm")
         engines.attach(cfg)
         model = starter.init_vllm(checkpoint, 0, 128, 0.3, "float32")
-    given = model, [[7, 8], [9, 10, 11]], cfg, 3, 16
+    given = model, starter.requests_for([[7, 8], [9, 10, 11]], cfg, 3, 16), cfg
     uncut = getattr(starter, f"rollout_with_{engine}")(*given)
     ids = max((response.response_ids for response in uncut), key=len)
     strings = [tokenizer.decode(part) for part in (ids[4:5], ids[2:4])] + ["<answ"]
