@@ -570,7 +570,7 @@ def score_answer(response_text, problem):
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
-    return 1.0 if is_right(answer, problem) else 0.1
+    return max(0.1, float(is_right(answer, problem)))
 
 
 # "-12", "+5", "1,234.50", ".5" and "1e-05" are numbers; "007", "1/2" and "1,2" are texts
@@ -609,7 +609,7 @@ def last_number(text):
 
 def is_right(answer, problem):
     """Whether an answer is problem["answer"], or one of a list. A task may judge by itself, as
-    Countdown does: its problems bring a function (answer, problem) -> bool."""
+    Countdown does: its problems bring a function (answer, problem) -> bool, or a share."""
     if "is_right" in problem:
         return problem["is_right"](answer, problem)
     right = problem["answer"]

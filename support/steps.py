@@ -7,6 +7,7 @@ computes the rest from them.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -106,6 +107,9 @@ class Page:
                     "length": len(response.response_ids),
                     "tokens": self.tokenizer.convert_ids_to_tokens(ids),
                 }
+                read = [math.isnan(response.log_probs[t]) for t in places]  # between turns
+                if any(read):
+                    of_response["read"] = read
                 key = tuple(response.prompt_ids + response.response_ids)
                 for name, values in numbers.get(key, {}).items():
                     of_response[name] = " ".join(f"{values[t]:.5g}" for t in places)

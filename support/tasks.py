@@ -149,6 +149,8 @@ QUESTION_PROMPT = (
     "{question}\nThink step by step in a few short lines, then give the answer alone in answer "
     "tags, for example <answer>42</answer>."
 )
+GYM = "reasoning_gym:"
+N_GYM_PROBLEMS = 4_000  # of which a quarter is held out
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]+))?")
 KINDS = {".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"}  # of files
@@ -166,7 +168,11 @@ def read_rows(source):
     "problem" in its place is put into QUESTION_PROMPT. "answer", or "solution", is a text, a
     number, or a list of right ones; of a text that ends in "#### 72" (GSM8K) or holds \\boxed{72}
     (MATH) it is 72. Other keys stay, for a reward of your own.
+
+    "reasoning_gym:NAME", or "reasoning_gym:a+b", makes problems by that library.
     """
+    if str(source).startswith(GYM):
+        return rows_of_gym(str(source).removeprefix(GYM))
     hub_name = HUB_NAME.fullmatch(str(source))
     path = Path(source)
     problems = []
@@ -193,6 +199,31 @@ def read_rows(source):
             "list of such; a file JSONL, JSON, CSV, TSV or Parquet, in UTF-8"
         )
     return problems
+
+
+def rows_of_gym(names):
+    """Returns ("problem 1", problem) of each, with as many from each data set of reasoning_gym. The
+    library's own score of an answer, from 0 to 1, is the reward."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise InputError(f"{GYM}{names} needs pip install reasoning-gym") from None
+    names = names.split("+")
+    of_each = []
+    for name in names:
+        starter.check_known(GYM, name, DATASETS)
+        data = reasoning_gym.create_dataset(name, seed=0, size=N_GYM_PROBLEMS // len(names))
+        of_each.append([problem_of_gym(data, entry) for entry in data])
+    return [*numbered(problem for some in zip(*of_each) for problem in some)]
+
+
+def problem_of_gym(data, entry):
+    def score(answer, problem):
+        return data.score_answer(answer, entry)
+
+    prompt = QUESTION_PROMPT.format(question=entry["question"])
+    return {"prompt": prompt, "answer": str(entry["answer"]), "is_right": score}
 
 
 def numbered(rows):

@@ -60,7 +60,7 @@ else m.role }}
 }
 
 
-def save_model(folder, template):
+def save_model(folder, template, **changes):
     """Saves a model whose tokenizer joins some pairs of letters, so that sampled ids are seldom
     those of their text. Its turns soon end."""
     letters = sorted(set("0123456789 #abdelmnorstuy<|>[]:i\n"))
@@ -74,7 +74,10 @@ def save_model(folder, template):
     tokenizer.chat_template = template
     small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), eos_token_id=len(names), initializer_range=0.15, **small
+        vocab_size=len(tokenizer),
+        eos_token_id=len(names),
+        initializer_range=0.15,
+        **small | changes,
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)

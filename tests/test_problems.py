@@ -351,3 +351,34 @@ def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():
     assert sorted(in_order[:10]) == sorted(in_order[10:]) == problems != in_order[:10]
     assert in_order[:10] != in_order[10:]
     assert sorted(starter.problems_of_step("ab", 0, 8, seed=0)) == [*"aaaabbbb"]
+
+
+def test_problems_of_reasoning_gym_are_scored_by_the_library(tmp_path):
+    """Two of its data sets in turn, with a request for answer tags. A part of a point is kept."""
+    gym = pytest.importorskip("reasoning_gym")
+    cfg = starter.cfg_with(task="reasoning_gym:chain_sum+word_sorting", model_id="", eval_file=None)
+    train, held_out, _ = starter.load_problems(cfg)
+    assert len(train) > 2000 and len(held_out) == 500
+    assert not {problem["prompt"] for problem in train} & {p["prompt"] for p in held_out}
+    assert {"<answer>42</answer>" in problem["prompt"] for problem in train} == {True}
+    made = {}
+    for name in ("chain_sum", "word_sorting"):
+        data = gym.create_dataset(name, seed=0, size=2000)
+        made[name] = {entry["question"]: (data, entry) for entry in data}
+    of_kind = dict.fromkeys(made, 0)
+    for problem in train[:100]:
+        question = problem["prompt"].partition("\nThink step")[0]
+        name = next(name for name in made if question in made[name])
+        of_kind[name] += 1
+        data, entry = made[name][question]
+        for answer in (entry["answer"], entry["answer"].upper() + " ", "1", "a, b"):
+            reward = starter.reward_fn(f"so <answer>{answer}</answer>", problem)
+            expected = data.score_answer(answer.strip(), entry)
+            assert reward == max(0.1, expected)
+    assert min(of_kind.values()) > 30
+
+
+def test_unknown_data_set_of_reasoning_gym_gets_near_names():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(InputError, match="'chain_sums' is not known; use one of .*'chain_sum'"):
+        starter.read_problems("reasoning_gym:chain_sums")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import test_agents
 import torch
 from conftest import REPOSITORY, save_checkpoint, scalars, settings, variety
 from lab.crash_test import outcome
@@ -48,6 +49,7 @@ CASES = {  # name: (checkpoint, changes of the run)
     "rows that are left out": ({}, dict(reward="rare")),
     "a process without a row": ({}, dict(reward="equal")),
     "a teacher": ({}, dict(EXACT, ref_model_id="tiny")),
+    "agents": ({}, dict(WITH_KL, agent="talks", max_new_tokens=60)),
     "Mixtral, untied": (dict(family="Mixtral", num_local_experts=4, tie=False), WITH_KL),
 }
 if importlib.util.find_spec("vllm") is not None:
@@ -85,8 +87,10 @@ def run_settings(checkpoint, folder, reward=None, **changes):
     """A run in which every state matters: moments, old log-probs, and with the KL penalty the
     reference and the controller."""
     of_run = dict(n_train_steps=4, save_every=2, eval_every=2, epochs_per_rollout=2)
-    of_run.update(changes)
-    return settings(checkpoint, f"{folder}/runs", reward=reward_named(reward), **of_run)
+    of_run.update(changes, reward=reward_named(reward))
+    if "agent" in changes:
+        of_run.update(agent=test_agents.talks, reward=starter.reward_fn)
+    return settings(checkpoint, f"{folder}/runs", **of_run)
 
 
 def make_runs(folder):
@@ -135,6 +139,10 @@ def folder(tmp_path_factory):
     runs = []
     for name, (model, changes) in CASES.items():
         checkpoint = str(save_checkpoint(folder / name / "checkpoint", **model))
+        if name == "agents":  # whose turns would seldom end by the model's own stop token
+            path = Path(checkpoint, "generation_config.json")
+            ends = {"eos_token_id": [1, *range(2, 58, 5)]}
+            path.write_text(json.dumps(json.loads(path.read_text()) | ends))
         more = [("two", {})]
         if name in ("tied", "adapters"):
             begun_by_one = folder / name / "begun by one"

@@ -4,6 +4,7 @@ it looks in a browser."""
 import json
 import math
 import shutil
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from conftest import make_tokenizer, of_the_shipped_loss, often_equal, settings
 
 import starter
+from lab.agents import second_try
 from support import steps
 
-OTHERS = "reward", "finished", "length", "tokens"  # of a response, beside numbers of its tokens
+# Of a response, beside numbers of its tokens
+OTHERS = "reward", "finished", "length", "tokens", "read"
 
 
 def read_page(folder):
@@ -90,7 +93,12 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
     found = read_page(starter.main(**given | dict(n_train_steps=20, resume=True))["run_folder"])
     assert [step["step"] for step in found] == [1, 2, 3, 6, 9, 11, 14, 17, 20]
     responses = [r for step in found for r in step["responses"]]
-    assert {r["reward"] for r in responses if "slope" not in r} == {0.5}  # left out
+    for group in (group["responses"] for step in found for group in step["groups"]):
+        mean = fmean(r["reward"] for r in group)
+        left_out = [r["reward"] for r in group if "slope" not in r]  # those without an advantage
+        assert left_out == pytest.approx([mean] * len(left_out))
+        assert len(left_out) == len(group) or len({r["reward"] for r in group}) > 1
+    assert {r["reward"] for r in responses if "slope" not in r} >= {0.5}
     assert max(len(r["tokens"]) for r in responses) == 6
 
 
@@ -135,6 +143,37 @@ def browser(tmp_path):
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     yield driver
     driver.quit()
+
+
+@pytest.mark.slow
+def test_what_an_agent_read_is_grey_and_has_no_numbers(browser, tmp_path):
+    """It is also the picture of docs/agents.md."""
+    from selenium.webdriver import ActionChains
+
+    folder = starter.main(
+        n_train_steps=2,
+        n_eval_problems=10,
+        device="cpu",
+        out_dir=str(tmp_path),
+        agent=second_try,
+        max_new_tokens=48,
+    )["run_folder"]
+    [first, *_] = read_page(folder)
+    response = next(r for r in first["responses"] if any(r.get("read", [])))
+    pushes = [x for x, is_read in zip(response["weights"], response["read"]) if is_read]
+    assert pushes and {*pushes} == {0.0}
+    browser.get((folder / "steps.html").as_uri())
+    grey = browser.find_elements("css selector", ".token.read")
+    assert "".join(token.text for token in grey).count("<|user|>") >= 2
+    ActionChains(browser).move_to_element(grey[0]).perform()
+    browser.save_screenshot(tmp_path / "steps_agent.png")
+    detail = browser.find_element("id", "detail").text
+    assert "read, not written by the policy: it has no part in the loss" in detail
+    assert "push" not in detail
+    assert not any(token.get_attribute("style") for token in grey)
+    written = browser.find_elements("css selector", ".token:not(.read)")
+    assert any(token.get_attribute("style") for token in written)
+    assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
