@@ -82,7 +82,8 @@ def make_examples(n):
     Countdown; each other skill gets an equal part of the rest."""
     rng = random.Random(0)
     pairs = []
-    for problem in tasks.make_countdown(round(n * 0.6), False, 0, **tasks.SMALL_COUNTDOWN):
+    some = dict(tasks.SMALL_COUNTDOWN, repeats=True)
+    for problem in tasks.make_countdown(round(n * 0.6), False, 0, **some):
         answer = problem["solution"]
         if rng.random() < 0.4:
             answer = "*".join(map(str, problem["numbers"]))

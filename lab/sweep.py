@@ -8,10 +8,10 @@ it was. Each run is a process of its own, --jobs at a time, which share the core
 something new, add lines with these two columns.
 
 Settings may also name a "recipe", or several as in "a+b", which are applied before the run; hold
-"edits", {a text of starter.py: what is put in its place}; and an "environment", variables of its
-process. In the place of a model's name may stand the settings of another run, whose model is taken,
-or {"sizes": ...} of one that lab.build_tiny builds. The task "skills" asks for the other skills in
-training.
+"edits", {file: {a text of it: what is put in its place}}; and an "environment", variables of its
+process. "agent" is the name of one in lab/agents.py. In the place of a model's name may stand the
+settings of another run, whose model is taken, or {"sizes": ...} of one that lab.build_tiny builds.
+The task "skills" asks for the other skills in training.
 
 "kept" is the mean of the four other skills, or the share of the questions that SmolLM2 still
 answers. A curve has a value for each evaluation; that of the nats per token between sampler and
@@ -41,7 +41,7 @@ print("\\n" + json.dumps(sweep.train(*json.loads(sys.argv[1]))))
 def run(settings, seed, out_dir):
     """Runs main() in this process. Returns its result."""
     import starter
-    from lab import build_tiny, real_model
+    from lab import agents, build_tiny, real_model
 
     def skills(cfg):
         problems = [build_tiny.make_skill(skill, 1000, False) for skill in build_tiny.SKILLS]
@@ -52,6 +52,8 @@ def run(settings, seed, out_dir):
         chosen["model_id"] = str(real_model.model_folder())
     if chosen.get("task") == "skills":
         chosen["task"] = skills
+    if "agent" in chosen:
+        chosen["agent"] = getattr(agents, chosen["agent"])
     for name in ("model_id", "ref_model_id"):
         source = chosen.get(name)
         if isinstance(source, dict):
@@ -95,6 +97,16 @@ def train(settings, seed):
     return {**row, **where()}
 
 
+def edit(path, replaced):
+    """Puts texts in the place of others, each of which the file must hold once."""
+    source = path.read_text()
+    for text, other in replaced.items():
+        if source.count(text) != 1:
+            raise SystemExit(f"{text!r} is {source.count(text)} times in {path.name}")
+        source = source.replace(text, other)
+    path.write_text(source)
+
+
 def run_one(settings, seed, threads):
     """Returns the columns of a run in a copy of the repository with its recipes; none where the run
     fails, whose process has said why."""
@@ -109,12 +121,8 @@ def run_one(settings, seed, threads):
         for name in filter(None, recipes):
             patch = REPOSITORY / "recipes" / f"{name}.patch"
             subprocess.run(["git", "apply", patch], cwd=folder, check=True)
-        file = Path(folder, "starter.py")
-        for text, other in edits.items():
-            source = file.read_text()
-            if source.count(text) != 1:
-                raise SystemExit(f"{text!r} is {source.count(text)} times in starter.py")
-            file.write_text(source.replace(text, other))
+        for name, replaced in edits.items():
+            edit(Path(folder, name), replaced)
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps([settings, seed])],
             cwd=folder,

@@ -32,7 +32,7 @@ COUNTDOWN_PROMPT = (
 )
 # Two numbers up to 50, in the short form that the built-in model was taught.
 SMALL_COUNTDOWN = dict(n_numbers=(2,), max_number=50, prompt="make {target}: {numbers}")
-N_TRAIN_PROBLEMS = 10_000  # of Countdown, which are made up
+N_SMALL = 4_000  # of those to train on there are 4,226
 MAX_TARGET = 99
 
 
@@ -51,18 +51,23 @@ def random_countdown(rng, n_numbers, max_number):
     return numbers, target, solution[1:-1]
 
 
-def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=COUNTDOWN_PROMPT):
-    """Returns n problems, or as many as there are, each of one of n_numbers many numbers. Held-out
-    problems all differ, so that their count is the sample size of the reported interval."""
+def make_countdown(
+    n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=COUNTDOWN_PROMPT, repeats=False
+):
+    """Returns n problems, or as many as there are, each of one of n_numbers many numbers. They all
+    differ, unless repeats: then simple ones come more often. The same numbers in another order are
+    another prompt to train on, but not another problem of an evaluation, whose count is the sample
+    size of the reported interval."""
     rng = random.Random(f"{seed} {held_out}")
-    problems, seen = [], []
+    problems, seen = [], set()
     for _ in range(100_000 + 100 * n):  # one in 30 tries fits, or more
         numbers, target, solution = random_countdown(rng, rng.choice(n_numbers), max_number)
-        key = sorted(numbers), target
-        on_this_side = 1 <= target <= MAX_TARGET and is_held_out(*key) == held_out
-        if on_this_side and not (held_out and key in seen):
-            seen.append(key)
-            text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
+        if not 1 <= target <= MAX_TARGET or is_held_out(sorted(numbers), target) != held_out:
+            continue
+        text = prompt.format(numbers=" ".join(map(str, numbers)), target=target)
+        key = repr((sorted(numbers), target)) if held_out else text
+        if repeats or key not in seen:
+            seen.add(key)
             problems.append(
                 {
                     "prompt": text,
@@ -77,10 +82,10 @@ def make_countdown(n, held_out, seed, n_numbers=(3, 4), max_number=99, prompt=CO
     return problems
 
 
-def countdown_problems(cfg, **kind):
+def countdown_problems(cfg, n_train=10_000, **kind):
     """Three or four numbers up to 99, asked for in words; or another kind."""
     return (
-        make_countdown(N_TRAIN_PROBLEMS, False, cfg.seed, **kind),
+        make_countdown(n_train, False, cfg.seed, **kind),
         make_countdown(cfg.n_eval_problems, True, cfg.seed, **kind),
     )
 
@@ -139,7 +144,7 @@ def is_countdown_solution(answer, problem):
 starter.TASKS |= {
     "addition": addition_problems,
     "countdown": countdown_problems,
-    "countdown_small": lambda cfg: countdown_problems(cfg, **SMALL_COUNTDOWN),
+    "countdown_small": lambda cfg: countdown_problems(cfg, N_SMALL, **SMALL_COUNTDOWN),
 }
 
 

@@ -22,22 +22,22 @@ def key_of(problem):
 
 
 @pytest.mark.parametrize(
-    "task, prompt",
+    "task, n, prompt",
     [
-        ("countdown", "Using the numbers {}, write an expression that equals {}. Use each"),
-        ("countdown_small", "make {1}: {0}"),
+        ("countdown", 10_000, "Using the numbers {}, write an expression that equals {}. Use each"),
+        ("countdown_small", 4_000, "make {1}: {0}"),
     ],
 )
-def test_countdown_problems_have_solutions_and_held_out_ones_are_not_trained_on(
-    task, prompt, monkeypatch
+def test_countdown_problems_differ_have_solutions_and_held_out_ones_are_not_trained_on(
+    task, n, prompt
 ):
-    monkeypatch.setattr(tasks, "N_TRAIN_PROBLEMS", 400)
     cfg = SimpleNamespace(seed=0, n_eval_problems=500)
     train, held_out = starter.TASKS[task](cfg)
     cfg.seed = 1
     of_another_seed, _ = starter.TASKS[task](cfg)
-    assert (len(train), len(held_out)) == (400, 500) and train != of_another_seed
-    for problem in train + held_out:
+    assert (len(train), len(held_out)) == (n, 500) and train != of_another_seed
+    assert len({problem["prompt"] for problem in train}) == n
+    for problem in train[::20] + held_out:
         assert starter.score_answer(f"<answer>{problem['solution']}</answer>", problem) == 1.0
         assert 1 <= problem["target"] <= 99
         numbers = " ".join(map(str, problem["numbers"]))
