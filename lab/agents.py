@@ -1,6 +1,19 @@
-"""Agents whose runs are measured: `python -m lab.sweep agents` names them in its settings."""
+"""Agents whose runs are measured, and what agents cost.
+
+python -m lab.sweep agents      the second try: fills lab/results/agents.csv
+python -m lab.agents            the cost: ROUNDS rounds of each pair in turn
+                                -> lab/results/agents_cost.csv
+"""
+
+import asyncio
+import statistics
+import time
 
 import starter
+from lab.rows import append_rows, where
+
+ROUNDS = 10
+SECONDS = 0.05  # that a tool takes
 
 
 async def second_try(problem, ask):
@@ -8,3 +21,69 @@ async def second_try(problem, ask):
     if starter.score_answer(await ask(problem["prompt"]), problem) == 1:
         return 1.0
     return 0.8 if starter.score_answer(await ask(problem["prompt"]), problem) == 1 else 0.1
+
+
+async def one_turn(problem, ask):
+    return starter.score_answer(await ask(problem["prompt"]), problem)
+
+
+def three_turns(seconds):
+    """Three questions, after each of which a tool takes so long."""
+
+    async def agent(problem, ask):
+        for _ in range(3):
+            await ask(problem["prompt"])
+            if seconds:
+                await asyncio.sleep(seconds)
+        return 0.0
+
+    return agent
+
+
+def started():
+    """-> policy, tokenizer, problems and settings of the built-in model, with its mechanics."""
+    support = starter.find_support()
+    cfg = starter.cfg_with(preset="tiny", device="cpu", precision="float32", out_dir="/tmp/unused")
+    support.check_settings(cfg)
+    starter.apply_preset(cfg)
+    starter.choose_device(cfg)
+    cfg.max_new_tokens = 60
+    run = starter.Run(cfg)
+    support.check(run)
+    policy, tokenizer = starter.init_policy(cfg.model_id, cfg.device)
+    cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
+    problems = starter.tokenized(starter.load_problems(cfg), policy, tokenizer, cfg)
+    support.prepare(policy, None, tokenizer, problems, run)
+    return policy, tokenizer, problems.train, cfg
+
+
+def seconds_of(agent, policy, tokenizer, problems, cfg, group_size, seed):
+    """Of a rollout with its rewards."""
+    start = time.perf_counter()
+    responses = starter.rollout(policy, None, problems, cfg, seed, group_size, 1.0, agent)
+    reward = starter.reward_of_agent if agent else starter.reward_fn
+    starter.score(responses, problems, tokenizer, reward)
+    return time.perf_counter() - start
+
+
+def main():
+    policy, tokenizer, problems, cfg = started()
+    pairs = {  # what is compared: (agent, agent, prompts, responses to each)
+        "one turn by an agent, by reward_fn": (one_turn, None, 32, 8),
+        "64 agents with tools, without their time": (three_turns(SECONDS), three_turns(0), 8, 8),
+    }
+    for name, (agent, other, n, group_size) in pairs.items():
+        seconds = {agent: [], other: []}
+        for seed in range(ROUNDS + 1):
+            order = [agent, other] if seed % 2 else [other, agent]
+            for some in order:
+                given = policy, tokenizer, problems[:n], cfg, group_size, seed
+                seconds[some].append(seconds_of(some, *given))
+        first, second = (statistics.median(values[1:]) for values in seconds.values())
+        row = {"what": name, "rounds": ROUNDS, "seconds": f"{first:.3f}", "beside": f"{second:.3f}"}
+        print(row, flush=True)
+        append_rows("agents_cost", [{**row, **where()}])
+
+
+if __name__ == "__main__":
+    main()
