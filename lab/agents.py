@@ -43,7 +43,7 @@ def three_turns(seconds):
 def started():
     """-> policy, tokenizer, problems and settings of the built-in model, with its mechanics."""
     support = starter.find_support()
-    cfg = starter.cfg_with(preset="tiny", device="cpu", precision="float32", out_dir="/tmp/unused")
+    cfg = starter.cfg_with(preset="tiny", device="cpu", precision="float32", out_dir="runs")
     support.check_settings(cfg)
     starter.apply_preset(cfg)
     starter.choose_device(cfg)
