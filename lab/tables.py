@@ -117,6 +117,42 @@ def penalty_table():
     return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
 
 
+def agents_table():
+    """A second try, learnt with an agent and without."""
+    lines = []
+
+    def add_line(name, rows, moment):
+        first = numbers(rows, f"solved_{moment}")
+        mean = numbers(rows, f"reward_mean_{moment}")
+        # Of the mean 1, 0.8 and 0.1 are the rewards of the first try, the second, and none
+        second = [(m - 0.1 - 0.9 * s) / 0.7 for m, s in zip(mean, first)]
+        shown = [
+            f"{statistics.mean(x):.0%} ({min(x):.0%}–{max(x):.0%})".replace("%", "")
+            for x in (first, second)
+        ]
+        seconds = ""
+        if "model_id" not in rows[0]["settings"] and moment == "after":
+            seconds = spread(rows, "s_per_step", ".2f")
+        lines.append([name, *shown, spread(rows, f"kept_{moment}"), seconds])
+
+    for settings, rows in runs_of("agents"):
+        if "model_id" in settings:
+            add_line("one turn", rows, "after")
+        else:
+            add_line("before training", rows, "before")
+            add_line("the agent", rows, "after")
+    headers = ["learnt", "first try, %", "second try, %", "other skills, %", "s a step"]
+    return table(headers, lines)
+
+
+def agents_cost_table():
+    lines = []
+    for row in read_csv("agents_cost"):
+        ratio = float(row["seconds"]) / float(row["beside"])
+        lines.append([row["what"], row["seconds"], row["beside"], f"{ratio:.2f}"])
+    return table(["what is compared", "s", "s", "ratio"], lines)
+
+
 def machines_table():
     """Runs of all numbers of threads and sets of instructions, by processor and dtype."""
     of_machines = []
@@ -408,6 +444,8 @@ TABLES = {
         race_table,
         gpus_table,
         gpu_table,
+        agents_table,
+        agents_cost_table,
         updates_table,
     )
 }
