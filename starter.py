@@ -1677,7 +1677,9 @@ def train(
             f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
             "began, and stays there"
         )
-    scaler = torch.amp.GradScaler(policy.device.type, enabled=cfg.precision == "fp16")
+    # After an overflow the scale grows back within a run: by default after 2,000 steps
+    is_fp16 = cfg.precision == "fp16"
+    scaler = torch.amp.GradScaler(policy.device.type, growth_interval=20, enabled=is_fp16)
     if "scaler" in state:
         scaler.load_state_dict(state["scaler"])
     if state["before"] is None:

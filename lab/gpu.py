@@ -71,14 +71,14 @@ def memory_rows():
     return found
 
 
-def columns_of_all(metrics, policy, cfg):
-    """Returns the columns that updates and runs share. metrics: seconds, as in the log."""
+def columns_of_all(share, policy, cfg):
+    """Returns the columns that updates and runs have in common. share: of the card's peak."""
     row = {"formula_gb": memory.predicted_gb(policy.config, cfg, cfg.max_tokens_per_microbatch)}
     if ON_GPU:
         if cfg.engine == "vllm" and cfg.gpu_mem_util < 1:
             row["formula_gb"] += cfg.gpu_mem_util * torch.cuda.mem_get_info()[1] / 1e9
         row["gb"] = torch.cuda.max_memory_allocated() / 1e9
-        row["share"] = gpu.share_of_peak(metrics, cfg).get("share_of_peak", 0.0)
+        row["share"] = share
     return row
 
 
@@ -167,8 +167,11 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
         stats["log_probs"].sum().backward()
 
     s = row["s"] = seconds_of(update, 4)
-    metrics = {"time/total": s, "time/rollout": 0.0, "response_length": cfg.max_new_tokens}
-    row |= columns_of_all(metrics, policy, cfg)
+    share = 0.0
+    if ON_GPU:
+        metrics = {"time/total": s, "time/rollout": 0.0}
+        share = gpu.share_of_peak(metrics, microbatches, cfg).get("share_of_peak", 0.0)
+    row |= columns_of_all(share, policy, cfg)
     parts = {
         "layers_s": seconds_of(layers, 4),
         "statistics_s": seconds_of(statistics_twice, 4) * n_answered / n,
@@ -194,13 +197,15 @@ def measure_profile(switches, policy, optimizer, llm, problems, cfg, go_on):
 
 
 def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
-    steps, solved, syncs = [], [], []
+    steps, solved, syncs, shares = [], [], [], []
+    share_of_peak = gpu.share_of_peak
     sync = starter.load_policy_into_vllm_instance
     starter.log_train = lambda run, step, metrics: steps.append(metrics)
     starter.log_eval = lambda run, step, metrics: solved.append(100 * metrics["solved"])
     starter.load_policy_into_vllm_instance = lambda *args: syncs.append(
         seconds_of(functools.partial(sync, *args))
     )
+    gpu.share_of_peak = lambda *inputs: shares.append(share_of_peak(*inputs)) or shares[-1]
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
     sync_s = statistics.median(syncs)
@@ -214,7 +219,8 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     }
     if cfg.reward is not bench.noise:
         row["solved"] = solved[-1]
-    return row | columns_of_all(means, policy, cfg)
+    share = statistics.mean(found.get("share_of_peak", 0.0) for found in shares[1:] or [{}])
+    return row | columns_of_all(share, policy, cfg)
 
 
 @torch.no_grad()

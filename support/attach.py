@@ -76,7 +76,7 @@ def prepare(policy, ref_model, tokenizer, problems, run):
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
         ranks.divide(policy, ref_model, cfg)
-    gpu.attach(policy, ref_model, problems, cfg)
+    gpu.attach(policy, ref_model, cfg)
     edits.log_edits()
     return ref_model
 

@@ -37,7 +37,10 @@ class Rounded(torch.autograd.Function):
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(weight.dtype)
-        return product_in_float32(gradient, weight), product_in_float32(gradient.T, hidden), None
+        of_weight = None
+        if ctx.needs_input_grad[1]:  # not where the head is frozen, as with LoRA
+            of_weight = product_in_float32(gradient.T, hidden)
+        return product_in_float32(gradient, weight), of_weight, None
 
 
 class RoundingHead(starter.Float32Head):
@@ -145,35 +148,60 @@ def give_text_model(policy, tokenizer, model_id):
 
 
 def load_policy_into_vllm_instance(policy, llm):
-    """Like starter.load_policy_into_vllm_instance, with the function below."""
+    """Like starter.load_policy_into_vllm_instance, with the function below, to which one weight
+    after the other is handed: with LoRA each is made anew."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    weights = revert_weight_conversion(policy, dict(starter.weights_by_name(policy)))
+    weights = starter.weights_by_name(policy)
+    if getattr(policy, "_weight_conversions", None):  # renamed or stacked, so all at once
+        weights = revert_weight_conversion(policy, dict(weights)).items()
     llm.collective_rpc(load_weights_in_worker, args=(weights,))
 
 
+def sum_of(tensor, dtype):
+    return tensor.to(dtype).sum(dtype=torch.float64).item()
+
+
 def load_weights_in_worker(worker, weights):
-    """Runs inside vLLM's worker. Raises RunStopped for a parameter that got no weight, which vLLM
-    mentions in a warning only. On a CPU reload_weights alone would leave a tied LM head with its
-    old packed weights, and experts unpacked."""
+    """Runs inside vLLM's worker. weights: (name, tensor) of each. Raises RunStopped for a parameter
+    that got no weight, which vLLM mentions in a warning only, and where a weight that was handed
+    over is not in its model afterwards: at a low learning rate the log-probs would hardly tell. On
+    a CPU reload_weights alone would leave a tied LM head with its old packed weights, and experts
+    unpacked."""
     model = worker.model_runner.get_model()
     load_weights = model.load_weights
-    names = {name for name, _ in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    handed_over = {}  # name: sum, of the first few weights that vLLM keeps as they are
+
+    def summed(weights):
+        for name, tensor in weights:
+            parameter = parameters.get(name)
+            is_alike = parameter is not None and parameter.shape == tensor.shape
+            if is_alike and len(handed_over) < 8:
+                handed_over[name] = sum_of(tensor, parameter.dtype)
+            yield name, tensor
 
     def load_and_compare(weights):
         loaded = load_weights(weights)
-        if loaded is not None and names - loaded:
+        if loaded is not None and parameters.keys() - loaded:
             raise starter.RunStopped(
-                f"vLLM got no weights for {sorted(names - loaded)[:3]}, so it would sample from "
-                "another model"
+                f"vLLM got no weights for {sorted(parameters.keys() - loaded)[:3]}, so it would "
+                "sample from another model"
             )
         return loaded
 
     model.load_weights = load_and_compare
     try:
-        worker.reload_weights(weights_iterator=weights.items())
+        worker.reload_weights(weights_iterator=summed(weights))
     finally:
         del model.load_weights
+    for name, expected in handed_over.items():
+        parameter = dict(model.named_parameters())[name]
+        if abs(sum_of(parameter, parameter.dtype) - expected) > 1e-9 * (1 + abs(expected)):
+            raise starter.RunStopped(
+                f"vLLM kept other numbers in {name} than it was given, so it would sample from an "
+                "older model; check the version of vLLM"
+            )
     if not ON_CPU:
         return
     for module in model.modules():

@@ -5,19 +5,32 @@ the microbatches, where a card has shown what that gains: from 2.6 to 1.2 s an u
 of Qwen3-1.7B on an H100, together with the head of support/engines.py (lab/results/gpu_update.csv).
 """
 
+import re
+
 import torch
 
 import starter
-from support import edits, fast, presets, ranks
+from support import edits, fast, presets
 
 LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
-RUN = {}  # of this process: the policy's parameters, and the mean length of a prompt
+RUN = {}  # of this process: the number of the policy's parameters
 
 
 def compile_layers(model):
-    """Compiles the decoder layers. The names of parameters stay."""
-    for layer in model.base_model.layers:
-        layer.compile(dynamic=True)
+    """Compiles the decoder layers, which families keep under different names. The names of
+    parameters stay."""
+    kinds = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in kinds:
+            module.compile(dynamic=True)
+
+
+def end_compiling(*models):
+    """For the report, whose passes in float32 would be compiled anew."""
+    fast.COMPILED.clear()
+    for model in models:
+        for module in model.modules():
+            module._compiled_call_impl = None
 
 
 def compile_statistics():
@@ -35,11 +48,9 @@ def enlarge_microbatches(cfg):
         cfg.max_tokens_per_microbatch *= 2
 
 
-def attach(policy, ref_model, problems, cfg):
+def attach(policy, ref_model, cfg):
     """Does this where it was measured. torch.compile needs what vLLM needs, too: a C compiler."""
-    prompts = [problem["prompt_ids"] for problem in problems.train]
     RUN["parameters"] = sum(p.numel() for p in policy.parameters())
-    RUN["prompt_length"] = sum(map(len, prompts)) / len(prompts)
     is_plain = cfg.precision == "bf16" and not cfg.lora_rank and not cfg.gradient_checkpointing
     fits = "token_statistics" in edits.replaced_names()
     fast.COMPILED.clear()  # of an earlier run of this process
@@ -56,16 +67,21 @@ def attach(policy, ref_model, problems, cfg):
         )
 
 
-def share_of_peak(metrics, cfg):
-    """Returns {"share_of_peak": ...} of a step's update, where the cards' peak is known. For each
-    parameter and token 2 operations count forward, 4 back, and 2 of a reference; with LoRA 2 less.
-    The seconds are those outside of the rollout."""
-    operations = 6 + 2 * cfg.use_kl_penalty - 2 * (cfg.lora_rank > 0)
-    n_tokens = cfg.rollout_batch_size * (RUN["prompt_length"] + metrics["response_length"])
-    seconds = metrics["time/total"] - metrics["time/rollout"]
+def share_of_peak(metrics, microbatches, cfg):
+    """Returns {"share_of_peak": ...} of a step's update, where the card's peak is known. For each
+    parameter and token that this process computes 2 operations count forward, 4 back, and 2 of a
+    reference; with LoRA 2 less. The seconds are those outside of the rollout."""
     card = torch.cuda.get_device_name(cfg.device)
-    for name, peak in presets.NUMBERS["peaks"].items():
-        if name in card:
-            done = operations * RUN["parameters"] * n_tokens
-            return {"share_of_peak": done / seconds / (peak * ranks.WORLD)}
-    return {}
+    peaks = presets.NUMBERS["peaks"]
+    name = next((name for name in peaks if re.search(rf"\b{name}\b", card)), None)
+    if name is None:
+        return {}
+    operations = 6 + 2 * cfg.use_kl_penalty - 2 * (cfg.lora_rank > 0)
+    n_tokens = 0
+    for microbatch in microbatches:
+        mask = microbatch["response_mask"]
+        columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        n_tokens += (mask * columns).amax(dim=1).sum().item()  # without padding
+    done = operations * RUN["parameters"] * n_tokens * cfg.epochs_per_rollout
+    seconds = metrics["time/total"] - metrics["time/rollout"]
+    return {"share_of_peak": done / seconds / peaks[name]}

@@ -102,7 +102,7 @@ class Guards:
         self.look("steps.html", self.page.after_step, step, metrics, *step_data)
         self.look("the count of steps without effect", update_state, metrics, state)
         self.look("state", resumed.keep, self.run, self.ref_model)
-        self.look("the log of more numbers", self.log_step, step, metrics)
+        self.look("the log of more numbers", self.log_step, step, metrics, microbatches)
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
         self.look("the warnings of steps", self.warn, *signs)
         asked = max(ranks.gather([self.signal]))
@@ -144,12 +144,12 @@ class Guards:
             prompt = prompt[-1]["content"]
         print(f"Sample: {prompt[-100:]!r} -> {text!r:.300}, reward {reward:g}")
 
-    def log_step(self, step, metrics):
+    def log_step(self, step, metrics, microbatches):
         run = self.run
         numbers = {"0_headline/reward": metrics["reward_mean"]}
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            numbers |= gpu.share_of_peak(metrics, run.cfg)
+            numbers |= gpu.share_of_peak(metrics, microbatches, run.cfg)
         if "kl_per_token" in metrics:
             name = "kl_to_teacher" if run.cfg.ref_model_id else "kl_per_token"
             numbers[f"0_headline/{name}"] = metrics["kl_per_token"]
@@ -164,6 +164,7 @@ class Guards:
             safely("adapters/", lora.save_adapters, self.policy, run.folder / "adapters")
         if hasattr(self.optimizer, "state"):  # room for a second model
             self.optimizer.state.clear()
+        gpu.end_compiling(*filter(None, (self.policy, self.ref_model)))
         report.report(result, self.policy, self.ref_model, llm, problems, run)
         self.look("the warnings at the end", self.warn_at_the_end, result["after"])
         edits.restore()

@@ -151,7 +151,9 @@ def cut_to(microbatches, max_tokens):
 
 def is_lack(error):
     """Whether memory ran out, in the words of a GPU or of a CPU."""
-    words = "out of memory|can't allocate memory"
+    words = (
+        "out of memory|can't allocate memory|_STATUS_ALLOC_FAILED"  # that of cuBLAS, for example
+    )
     return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
 
 

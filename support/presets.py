@@ -7,6 +7,7 @@ import torch
 import yaml
 
 import starter
+from support import ranks
 
 NUMBERS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 starter.PRESETS |= NUMBERS["presets"]
@@ -40,6 +41,7 @@ def preset_of_run(model_id):
 def choose_for_gpu(cfg):
     """Takes the largest preset that fits into the free memory, and says so. Given values stay."""
     free_gb = torch.cuda.mem_get_info(cfg.device)[0] / 1e9
+    free_gb = min(ranks.gather([free_gb]))  # all processes choose the same
     for least_gb, name, settings in NUMBERS["on_gpu"]:
         if cfg.use_kl_penalty and not settings:  # with LoRA there is no copy
             least_gb += NUMBERS["reference_gb"]

@@ -10,6 +10,7 @@ import starter
 from support import edits, engines, fast, gpu
 
 import torch
+import transformers
 from conftest import gradient_of, make_responses, make_step
 
 
@@ -81,19 +82,69 @@ def test_what_a_card_has_shown_is_compiled_and_microbatches_of_its_preset_double
     name, value, max_tokens
 ):
     cfg = settings(**{name: value})
-    problems = starter.Problems([{"prompt_ids": [1]}], [])
     edits.replace(token_statistics=fast.token_statistics)
     compiled = mock.Mock()
     with mock.patch.multiple(gpu, LARGE=0, compile_layers=compiled, compile_statistics=compiled):
-        gpu.attach(torch.nn.Linear(2, 3), None, problems, cfg)
+        gpu.attach(torch.nn.Linear(2, 3), None, cfg)
     assert cfg.max_tokens_per_microbatch == max_tokens
     assert compiled.called == (max_tokens != 4_096)
 
 
-def test_share_of_the_peak_by_hand(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(gpu, "RUN", {"parameters": 1e9, "prompt_length": 100.0})
-    metrics = {"response_length": 150.0, "time/total": 5.0, "time/rollout": 3.0}
-    cfg = settings(rollout_batch_size=100, use_kl_penalty=True)
-    by_hand = 8 * 1e9 * 100 * 250 / 2 / 989e12
-    assert gpu.share_of_peak(metrics, cfg) == {"share_of_peak": pytest.approx(by_hand)}
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "Bloom", "Falcon", "GPTBigCode", "Qwen3"])
+def test_layers_of_a_family_are_compiled_and_plain_again_for_the_report(family, monkeypatch):
+    """Under whatever name it keeps them."""
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=9, ffn_dim=32
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *x, **y: "compiled")
+    gpu.compile_layers(model)
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert len(compiled) == 2 and len({type(module) for module in compiled}) == 1
+    gpu.end_compiling(model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def share(monkeypatch, card, responses, **changes):
+    """Of the peak of a card, for a step of two seconds besides its rollout."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    monkeypatch.setattr(gpu, "RUN", {"parameters": 1e9})
+    batch = make_step(responses)
+    metrics = {"time/total": 5.0, "time/rollout": 3.0}
+    microbatches = starter.cut_microbatches(batch, 20)
+    return gpu.share_of_peak(metrics, microbatches, settings(**changes)).get("share_of_peak")
+
+
+@pytest.mark.parametrize(
+    "card, peak",
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Tesla T4", 65e12)],
+)
+def test_share_of_the_peak_by_hand(monkeypatch, card, peak):
+    """Of the rows that are learnt from, without padding, in each epoch."""
+    responses = make_responses((7, 12, 3), prompt_lengths=(1, 9, 4))
+    n_tokens = 7 + 20 + 6  # with the prompt, without the last, which nothing follows
+    for changes, operations in (
+        ({}, 6),
+        (dict(use_kl_penalty=True), 8),
+        (dict(lora_rank=8), 4),
+        (dict(epochs_per_rollout=2), 12),
+    ):
+        expected = operations * 1e9 * n_tokens / 2 / peak
+        assert share(monkeypatch, card, responses, **changes) == pytest.approx(expected)
+    of_one = share(monkeypatch, card, responses[:1])
+    assert of_one == pytest.approx(6 * 1e9 * 7 / 2 / peak)
+
+
+def test_card_whose_peak_is_not_known_has_no_share(monkeypatch):
+    assert share(monkeypatch, "NVIDIA T400", make_responses((7,))) is None
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_gradient_of_a_frozen_head_is_not_computed(learns, monkeypatch):
+    products = mock.Mock(wraps=engines.product_in_float32)
+    monkeypatch.setattr(engines, "product_in_float32", products)
+    hidden = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(3, 8, requires_grad=learns)
+    engines.Rounded.apply(hidden, weight, torch.bfloat16).sum().backward()
+    assert products.call_count == 2 + learns
+    assert (weight.grad is not None) == learns

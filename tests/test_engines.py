@@ -145,3 +145,25 @@ def test_stale_sampler_stops_the_run_and_names_the_recipe(checkpoint, tmp_path, 
     monkeypatch.setattr(starter, "load_policy_into_vllm_instance", lambda policy, llm: None)
     with pytest.raises(starter.RunStopped, match=r"stale(.|\n)*recipes/off_policy.patch"):
         starter.main(**vllm_settings(checkpoint, tmp_path, learning_rate=0.1))
+
+
+@needs_vllm
+def test_engine_that_keeps_its_weights_stops_the_run_at_any_learning_rate(checkpoint, monkeypatch):
+    """Log-probs would hardly tell. Here its worker goes on with the weights that it got first."""
+    policy, _, llm = start(checkpoint)
+    worker = type(llm.llm_engine.model_executor.driver_worker.worker)
+    shipped = worker.reload_weights
+    first = {}
+
+    def reload_weights(self, weights_iterator):
+        weights = {name: tensor.clone() for name, tensor in weights_iterator}
+        first.update({} if first else weights)
+        shipped(self, weights_iterator=iter(first.items()))
+
+    monkeypatch.setattr(worker, "reload_weights", reload_weights)
+    for _ in range(2):  # the same weights
+        starter.load_policy_into_vllm_instance(policy, llm)
+    with torch.no_grad():
+        policy.model.layers[0].input_layernorm.weight.add_(1e-6)
+    with pytest.raises(starter.RunStopped, match="vLLM kept other numbers in model.layers.0"):
+        starter.load_policy_into_vllm_instance(policy, llm)

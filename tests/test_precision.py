@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import starter
-from support import memory, presets
+from support import memory, presets, ranks
 
 import torch
 from conftest import scalars, settings
@@ -27,9 +27,12 @@ def scaler_from(scale):
 
 
 @pytest.mark.slow
-def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(checkpoint, tmp_path):
+def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(
+    checkpoint, tmp_path, monkeypatch
+):
     """More of them in a row than other steps that are not finite, which stop a run. The loss scale
     falls at once: a resumed run must not begin with the first one."""
+    monkeypatch.setattr(starter, "learning_rate_schedule", lambda *_: 1.0)  # of any length
     with scaler_from(2.0**23):
         folder = run(checkpoint, tmp_path / "whole/runs", n_train_steps=8)
         for n_train_steps, resume in ((6, None), (8, True)):
@@ -39,8 +42,18 @@ def test_steps_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(che
     assert 5 <= n_skipped < 8
     whole, parts = (outcome(tmp_path / name) for name in ("whole", "parts"))
     assert whole["state"]["scaler"]["scale"] == 2.0 ** (23 - n_skipped)
+    assert (whole["state"].pop("n_steps"), parts["state"].pop("n_steps")) == (8, 6)
     for name in ("model", "optimizer", "state"):
         assert parts[name] == whole[name]
+
+
+@pytest.mark.slow
+def test_loss_scale_grows_back_within_a_run(checkpoint, tmp_path):
+    """At a scale of 1 small gradients would be 0 for the rest of it."""
+    with scaler_from(1.0):
+        folder = run(checkpoint, tmp_path, n_train_steps=41, save_every=41)
+    [saved] = folder.glob("checkpoint_*.pt")
+    assert torch.load(saved, weights_only=True)["state"]["scaler"]["scale"] == 4.0
 
 
 @pytest.mark.slow
@@ -69,6 +82,15 @@ def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, has_gpu, has_bf16
     cfg = starter.cfg_with()
     starter.choose_device(cfg)
     assert cfg.precision == expected
+
+
+def test_processes_choose_the_preset_of_the_card_with_the_least_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
+    monkeypatch.setattr(ranks, "gather", lambda items: [*items, 15.0])
+    cfg = starter.cfg_with(device=torch.device("cuda"))
+    presets.choose(cfg)
+    assert cfg.preset == "qwen3-0.6b"
 
 
 @pytest.mark.parametrize(
