@@ -48,6 +48,9 @@ def choose_for_gpu(cfg):
         if free_gb >= least_gb:
             break
     cfg.preset = name
+    if "gpu_mem_util" in settings:
+        cache = settings["gpu_mem_util"] + int(free_gb - least_gb)
+        settings = {**settings, "gpu_mem_util": min(8, cache)}
     unchanged = vars(starter.cfg_with())
     taken = {key: x for key, x in settings.items() if getattr(cfg, key) == unchanged[key]}
     vars(cfg).update(taken)

@@ -97,7 +97,9 @@ def test_processes_choose_the_preset_of_the_card_with_the_least_memory(monkeypat
     "gb, use_kl_penalty, preset, lora_rank",
     [
         (8, True, "smollm2", 16),
+        (12, True, "qwen3-0.6b", 16),
         (15, True, "qwen3-0.6b", 16),
+        (24, False, "qwen3-1.7b", 16),
         (80, False, "qwen3-1.7b", 0),
         (80, True, "qwen3-1.7b", 16),  # a reference of its own would not fit
         (96, True, "qwen3-1.7b", 0),
@@ -114,3 +116,7 @@ def test_card_gets_what_fits_by_the_formula(gb, use_kl_penalty, preset, lora_ran
     config = bench.config_of(cfg.model_id.split("/")[1].removesuffix("-Instruct"))
     needed = memory.predicted_gb(config, cfg, cfg.max_tokens_per_microbatch)
     assert needed <= memory.free_gb(cfg)
+    # Keys and values of a step, in 16 bits, at the lengths that a card has shown
+    of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    if lora_rank and gb > 12:
+        assert cfg.rollout_batch_size * 360 * of_token <= 1e9 * cfg.gpu_mem_util
