@@ -88,8 +88,9 @@ def train(settings, seed):
         for name, value in result[moment].items():
             row[f"{name}_{moment}"] = round(value, 4)
     row["kl_per_token"] = round(result["kl_per_token"], 4)
-    row["s_per_step"] = round(statistics.median(curves["time/total"]), 3)
-    nats = curves["train/sampler_logprob_diff"]
+    nothing = [float("nan")]  # is trained
+    row["s_per_step"] = round(statistics.median(curves.get("time/total", nothing)), 3)
+    nats = curves.get("train/sampler_logprob_diff", nothing)
     tenth = max(1, len(nats) // 10)
     nats = [statistics.mean(nats[i : i + tenth]) for i in range(0, len(nats), tenth)]
     for name, values in (("solved", curves["eval/solved"]), ("kept", kept), ("nats", nats)):

@@ -15,7 +15,7 @@ import starter
 
 pytestmark = pytest.mark.slow
 PAGE = (REPOSITORY / "docs" / "agents.md").read_text("utf-8")
-EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+EXAMPLES = dict(re.findall(r"<!-- example (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 
 
 @pytest.fixture

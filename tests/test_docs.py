@@ -85,13 +85,18 @@ def test_data_and_reward_of_the_readme_train_and_every_tag_is_explained(
     Path("sort.jsonl").write_text(run(writer))
     lines = [json.loads(line) for line in open("sort.jsonl")]
     assert all(sorted(row["prompt"].split()[-1]) == list(row["answer"]) for row in lines)
-    [example] = [block for block in blocks("python") if "starter.main(" in block]
+    [example] = [block for block in blocks("python") if "reward=brief" in block]
     small = settings(checkpoint, tmp_path, use_kl_penalty=True, kl_adaptation_method="dynamic")
     del small["task"], small["reward"]
     run(example.replace('"sort.jsonl",', '"sort.jsonl", **small,'), small=small)
     [model] = tmp_path.glob("*/model")
     [chat] = [block for block in blocks("python") if "pipeline(" in block]
     assert run(chat.replace("runs/<run>/model", str(model))).strip()
+    [agent] = [block for block in blocks("python") if "agent=play" in block]
+    small = settings(checkpoint, tmp_path / "agent", n_train_steps=1)
+    del small["reward"], small["max_new_tokens"]
+    run("import starter\n" + agent.replace("agent=play,", "agent=play, **small,"), small=small)
+    assert len([*tmp_path.glob("agent/*/model")]) == 1
     page = (REPOSITORY / "docs" / "monitoring.md").read_text("utf-8")
     for tag in scalars(model.parent):
         assert f"`{tag}`" in page or f"`{tag.split('/')[0]}/" in page, tag
