@@ -1793,7 +1793,13 @@ PRESETS = {
     ),
 }
 
-LOGITS_AT_ONCE = 67_108_864  # float32 logits that a microbatch may hold, without support/
+LOGITS_AT_ONCE = 67_108_864  # float32 logits that are in memory together
+
+
+def limit_logits(policy, cfg):
+    """Lowers max_tokens_per_microbatch to where all logits of a microbatch fit into memory."""
+    most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
+    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
 
 
 def apply_preset(cfg):
@@ -1976,8 +1982,7 @@ def main(
     if support:  # adds LoRA's adapters, and puts its mechanics in place
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
-        most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
-        cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+        limit_logits(policy, cfg)
     if cfg.gradient_checkpointing:
         enable_checkpointing(policy)
     llm = None

@@ -85,6 +85,7 @@ def gather(items):
 
 def divide(policy, ref_model, cfg):
     """Divides the weights, and has this file's functions run in the place of starter.py's."""
+    starter.limit_logits(policy, cfg)  # all of which a microbatch has at once here
     reshard = None  # each layer after its forward pass
     if cfg.engine == "transformers":
         reshard = False  # not before the backward pass, since processes decode at different pace

@@ -5,9 +5,12 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
 import shutil
+import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -424,6 +427,30 @@ def test_agent_that_no_longer_waits_gets_no_other_answer(checkpoint, tmp_path, m
     count = itertools.count()
     monkeypatch.setattr(starter, "sample", slow)
     assert play(checkpoint, tmp_path, agent)["train/truncated_frac"][1] >= 0.25
+
+
+@pytest.mark.slow
+def test_second_interrupt_ends_a_run_whose_agent_hangs(checkpoint, tmp_path):
+    """The others are cancelled."""
+    calls = itertools.count()
+    cancelled = threading.Event()
+
+    async def agent(problem, ask):
+        n = next(calls)
+        if n == 11:
+            for seconds in (0.2, 1.2):
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        answer = await ask(problem["prompt"])
+        try:
+            await asyncio.sleep(60 * (n >= 11))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return variety(answer, problem)
+
+    with pytest.raises(KeyboardInterrupt):
+        play(checkpoint, tmp_path, agent)
+    assert cancelled.wait(10)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lab import bench
 
 import starter
 from starter import InputError
-from support import edits, lora, memory, opinion
+from support import edits, lora, memory, opinion, ranks
 
 QWEN = bench.config_of("Qwen3-1.7B")
 SMOLLM2 = bench.config_of("SmolLM2-135M")
@@ -206,3 +207,18 @@ def test_smaller_microbatches_stay_until_a_single_response_is_too_large(
         with pytest.raises(RuntimeError, match=message):
             starter.main(**given)
         assert ("out of memory" in capsys.readouterr().out) == (message == CUDA)
+
+
+def test_logits_of_a_microbatch_are_limited_where_all_are_in_memory(checkpoint, monkeypatch):
+    """In a lone copy, and in several processes."""
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    monkeypatch.setattr(starter, "LOGITS_AT_ONCE", 58 * 30 + 5)
+    for given, expected in ((1000, 30), (20, 20)):
+        cfg = starter.cfg_with(max_tokens_per_microbatch=given, device=torch.device("cpu"))
+        starter.limit_logits(policy, cfg)
+        assert cfg.max_tokens_per_microbatch == expected
+    for name in ("shard", "gather"):
+        monkeypatch.setattr(ranks, name, mock.Mock())
+    cfg = starter.cfg_with(max_tokens_per_microbatch=1000, engine="transformers")
+    ranks.divide(policy, None, cfg)
+    assert cfg.max_tokens_per_microbatch == 30
