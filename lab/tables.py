@@ -6,7 +6,7 @@
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
 goes, and <!-- end --> after it; what stands between them is replaced. The output is made by
 
-    python starter.py | grep -E "^(Eval at|Step (1|150)/|  solved|  retention_)" > $FILE
+    python starter.py | grep -E "^(Eval at|Step (1|150)/)" > $FILE
 
 where FILE=lab/results/console_off.txt, with dots where lines are left out.
 """
@@ -115,6 +115,17 @@ def penalty_table():
                 cells = spread(rows, "solved_after"), spread(rows, "kept_after")
                 lines.append([shown, settings["kl_coef"], *cells])
     return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
+
+
+def default_table():
+    """What was tried for the default run, losers too. The column "what" says it in words."""
+    lines = []
+    for (what,), rows in grouped(read_csv("default"), "what").items():
+        settings = json.loads(rows[0]["settings"])
+        n_steps = settings.get("n_train_steps", starter.PRESETS["tiny"]["n_train_steps"])
+        cells = spread(rows, "solved_after"), spread(rows, "kept_after")
+        lines.append([what, n_steps, len(rows), *cells])
+    return table(["what", "steps", "runs", "solved, %", "other skills, %"], lines)
 
 
 def agents_table():
@@ -444,6 +455,7 @@ TABLES = {
         race_table,
         gpus_table,
         gpu_table,
+        default_table,
         agents_table,
         agents_cost_table,
         updates_table,
