@@ -320,6 +320,13 @@ class Game:
         return sorted(waiting, key=lambda asker: asker.seed)
 
 
+def turns_of(response):
+    """How often the policy has answered in the conversations of an agent."""
+    is_read = [True, *map(math.isnan, response.log_probs)]
+    n = sum(before and not now for before, now in zip(is_read, is_read[1:]))
+    return n + sum(map(turns_of, response.others))
+
+
 def play(agent, policy, llm, problems, cfg, seed, group_size, temperature):
     """P problems -> P * group_size Responses, group after group: in each the conversation of an
     agent, and the reward that it returned. Each of several processes plays for its share."""

@@ -9,11 +9,12 @@ import shutil
 import signal
 import sys
 import threading
+from statistics import fmean
 
 import torch
 
 import starter
-from support import edits, fast, gpu, lora, ranks, report, resumed, steps
+from support import agents, edits, fast, gpu, lora, ranks, report, resumed, steps
 from support.safely import safely
 
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
@@ -102,7 +103,7 @@ class Guards:
         self.look("steps.html", self.page.after_step, step, metrics, *step_data)
         self.look("the count of steps without effect", update_state, metrics, state)
         self.look("state", resumed.keep, self.run, self.ref_model)
-        self.look("the log of more numbers", self.log_step, step, metrics, microbatches)
+        self.look("the log of more numbers", self.log_step, step, metrics, responses, microbatches)
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
         self.look("the warnings of steps", self.warn, *signs)
         asked = max(ranks.gather([self.signal]))
@@ -144,9 +145,11 @@ class Guards:
             prompt = prompt[-1]["content"]
         print(f"Sample: {prompt[-100:]!r} -> {text!r:.300}, reward {reward:g}")
 
-    def log_step(self, step, metrics, microbatches):
+    def log_step(self, step, metrics, responses, microbatches):
         run = self.run
         numbers = {"0_headline/reward": metrics["reward_mean"]}
+        if run.cfg.agent:
+            numbers["turns"] = fmean(map(agents.turns_of, responses))
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             numbers |= gpu.share_of_peak(metrics, microbatches, run.cfg)

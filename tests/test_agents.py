@@ -235,6 +235,11 @@ def test_gradient_of_a_step_of_agents_matches_one_written_out(
     n_written = [sum(not math.isnan(x) for x in response.log_probs) for response in responses]
     assert sum(n_written) < sum(len(response.response_ids) for response in responses)
     log = scalars(result["run_folder"])
+    texts = [[math.isnan(x) for x in response.log_probs] for response in responses]
+    n_turns = [sum(not is_read for is_read, _ in itertools.groupby(text)) for text in texts]
+    assert (
+        log["train/turns"][1] == pytest.approx(sum(n_turns) / len(responses)) and max(n_turns) > 1
+    )
     assert log["train/response_length"][1] == pytest.approx(sum(n_written) / len(responses))
     if with_kl:
         assert log["train/kl_per_token"][1] == pytest.approx(kl_sum / sum(n_written), rel=1e-3)
@@ -281,7 +286,9 @@ def test_one_turn_of_an_agent_is_a_response_with_a_reward(checkpoint, tmp_path):
     starter.main(**{**given, "agent": one_turn})
     given = settings(checkpoint, tmp_path / "reward/runs", max_new_tokens=60, n_train_steps=2)
     starter.main(**{**given, "save_every": 1})
-    assert outcome(tmp_path / "agent") == outcome(tmp_path / "reward")
+    by_agent = outcome(tmp_path / "agent")
+    assert [turns for _, turns in by_agent.pop("train/turns")] == [1, 1]
+    assert by_agent == outcome(tmp_path / "reward")
 
 
 @pytest.mark.slow
