@@ -86,7 +86,7 @@ def test_game_is_played_over_several_turns(run_example):
 
 
 def test_second_try_by_openais_client_earns_less(run_example):
-    pytest.importorskip("openai")
+    pytest.importorskip("jiter")  # of openai
     pytest.importorskip("aiohttp")
     log = run_example("client", rollout_batch_size=64)
     assert 0 < log["train/reward_mean"][1] < 1
@@ -147,7 +147,7 @@ def test_agent_of_smolagents_asks_the_policy_with_its_tools(run_example, tmp_pat
     """Whose words are no calls, as the weights are random: each step of the agent is an error, and
     the last call asks for the final answer."""
     pytest.importorskip("smolagents")
-    pytest.importorskip("openai")
+    pytest.importorskip("jiter")  # of openai
     from support import endpoint
 
     asked = []

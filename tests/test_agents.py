@@ -521,6 +521,7 @@ def with_client(function):
     """An agent that lets an async function talk through OpenAI's client. (problem, client) ->
     reward."""
     openai = pytest.importorskip("openai")
+    pytest.importorskip("jiter")  # which it imports late
     pytest.importorskip("aiohttp")
 
     async def agent(problem, ask):

@@ -466,7 +466,7 @@ torch.optim.AdamW(
         check=moves_by_sgd,
     ),
     stop_after_a_token=Edit(
-        {"~torch.isin(tokens, stop_tokens)": "~torch.isin(tokens, stop_tokens) & (tokens != 33)"},
+        {"torch.isin(tokens, stop_tokens)": "(torch.isin(tokens, stop_tokens) | (tokens == 33))"},
         check=lambda run: all(ZERO not in ids[:-1] for ids in ids_of(run)),
     ),
     metric_of_your_own=Edit(
