@@ -107,7 +107,7 @@ def above_the_batch(rewards):
 
 def moves_by_sgd(run):
     first, second = run.steps[:2]
-    expected = first.weights - 0.01 * first.gradient
+    expected = first.weights - run.logged["train/lr"][0] * first.gradient
     return torch.allclose(second.weights, expected, rtol=0, atol=1e-6)
 
 
