@@ -167,7 +167,7 @@ def agents_cost_table():
 def machines_table():
     """Runs of all numbers of threads and sets of instructions, by processor and dtype."""
     of_machines = []
-    for settings, rows in runs_of("machines") + runs_of("machines_amx"):
+    for settings, rows in runs_of("machines"):
         for row in rows:
             processor = row["machine"].partition(",")[0]
             of_machines.append(row | {"processor": processor, "dtype": settings["precision"]})

@@ -266,9 +266,11 @@ def number_of(result):
         ) from None
 
 
-def answer_if_awaited(future, response):
-    if future is not None and not future.done():  # an agent may have set itself a limit of time
-        future.set_result(response)
+def answer(futures, responses):
+    """In the event loop."""
+    for future, response in zip(futures, responses):
+        if future is not None and not future.done():  # an agent may have set itself a limit of time
+            future.set_result(response)
 
 
 class Game:
@@ -292,8 +294,7 @@ class Game:
                     break
                 futures = [asker.answer for asker in waiting]
                 responses = self.sample([asker.request() for asker in waiting])
-                for future, response in zip(futures, responses):
-                    loop.call_soon_threadsafe(answer_if_awaited, future, response)
+                loop.call_soon_threadsafe(answer, futures, responses)
         finally:
             for task in tasks:
                 task.cancel()  # after Ctrl-C, or an error of another agent
