@@ -4,9 +4,10 @@
     python -m lab.tables --figures    also draws lab/figures/*.png (needs matplotlib)
 
 A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the output of a run
-goes, and <!-- end --> after it; what stands between them is replaced. The output is made by
+goes, and <!-- end --> after it; what stands between them is replaced. The output is that of the
+middle run of lab/results/machines.csv, made by
 
-    python starter.py | grep -E "^(Eval at|Step (1|150)/)" > $FILE
+    OMP_NUM_THREADS=1 python starter.py --seed 1 --precision float32 | grep -E "^(Eval at|Step (1|150)/)" > $FILE
 
 where FILE=lab/results/console_off.txt, with dots where lines are left out.
 """
