@@ -90,8 +90,11 @@ def check_known(name, value, options):
 # --------------------------------------------------------------------------------------------------
 # 1. Problems.  In: the name of a task or file. Out: problems to train on, and held-out ones.
 #
-# A problem is a dict with "prompt" and whatever the reward needs. A task is a function from the
-# settings of main() to (problems to train on, held-out problems).
+# A problem is a dict with "prompt" and whatever the reward needs; a file must have "answer", too. A
+# task is a function from the settings of main() to (problems to train on, held-out ones), such as
+#     def sums(cfg):
+#         found = [{"prompt": f"{a} + {b}", "answer": a + b} for a in range(50) for b in range(50)]
+#         return found[:-200], found[-200:]
 
 TASKS = {}  # name: task; add yours here, or give the function itself. support/tasks.py adds some.
 
@@ -174,6 +177,8 @@ def load_problems(cfg):
     path = Path(cfg.model_id, "retention.jsonl")
     if path.is_file():
         other_skills = read_problems(path)
+        if not all("skill" in problem for problem in other_skills):
+            raise InputError(f"{path}: each line needs a 'skill', the name of what it asks for")
     return Problems(train, held_out[: cfg.n_eval_problems], other_skills)
 
 
@@ -191,7 +196,8 @@ def problems_of_step(problems, step, n, seed):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Model.  In: a checkpoint folder or Hugging Face name. Out: policy and tokenizer.
+# 2. Model and prompts.  In: a checkpoint folder or Hugging Face name; problems. Out: policy and
+# tokenizer; problems with the token ids of their prompts.
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
@@ -551,16 +557,6 @@ def reward_fn(response_text, problem):
     return score_answer(response_text, problem)
 
 
-def no_reward(response_text, problem):
-    """In training with reward=None: the KL term alone teaches."""
-    return 0.0
-
-
-def reward_of_agent(response_text, problem, response):
-    """In the place of main()'s reward where an agent gives it."""
-    return response.reward
-
-
 def score_answer(response_text, problem):
     """1.0 if the answer in the tags is right, 0.1 if it is wrong, 0.0 without one. A problem with
     "last_number": true needs no tags: 1.0 if the last number of the text is right, otherwise 0.0.
@@ -571,6 +567,29 @@ def score_answer(response_text, problem):
     if not answer:
         return 0.0
     return max(0.1, float(is_right(answer, problem)))
+
+
+def tagged_answer(text):
+    """The text of the last <answer> that </answer> closes, or "" where there is none."""
+    answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    return answers[-1].strip() if answers else ""
+
+
+def last_number(text):
+    """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
+    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    return "".join(re.findall(number, text, re.ASCII)[-1:]).rstrip(",")
+
+
+def is_right(answer, problem):
+    """Whether an answer is problem["answer"], or one of a list. A task may judge by itself, as
+    Countdown does: its problems bring a function (answer, problem) -> bool, or a share."""
+    if "is_right" in problem:
+        return problem["is_right"](answer, problem)
+    right = problem["answer"]
+    if not isinstance(right, list):
+        right = [right]
+    return any(same_answer(answer, str(gold)) for gold in right)
 
 
 # "-12", "+5", "1,234.50", ".5" and "1e-05" are numbers; "007", "1/2" and "1,2" are texts
@@ -595,27 +614,14 @@ def same_answer(answer, gold):
     return normalized_answer(answer) == normalized_answer(gold)
 
 
-def tagged_answer(text):
-    """The text of the last <answer> that </answer> closes, or "" where there is none."""
-    answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
-    return answers[-1].strip() if answers else ""
+def no_reward(response_text, problem):
+    """In training with reward=None: the KL term alone teaches."""
+    return 0.0
 
 
-def last_number(text):
-    """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
-    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    return "".join(re.findall(number, text, re.ASCII)[-1:]).rstrip(",")
-
-
-def is_right(answer, problem):
-    """Whether an answer is problem["answer"], or one of a list. A task may judge by itself, as
-    Countdown does: its problems bring a function (answer, problem) -> bool, or a share."""
-    if "is_right" in problem:
-        return problem["is_right"](answer, problem)
-    right = problem["answer"]
-    if not isinstance(right, list):
-        right = [right]
-    return any(same_answer(answer, str(gold)) for gold in right)
+def reward_of_agent(response_text, problem, response):
+    """In the place of main()'s reward where an agent gives it."""
+    return response.reward
 
 
 def score(responses, problems, tokenizer, reward):
@@ -695,7 +701,7 @@ def make_batch(responses, advantages, device):
     """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response", the number
     of the row's response, are (B, 1). A row is a response, or another conversation of its agent.
 
-    advantages: (B,), one for each response, or (B, L), one for each of its tokens, where L is the
+    advantages: (n,), one for each response, or (n, L), one for each of its tokens, where L is the
     longest response. A prompt and its response come without a gap, padded on the right.
     input_ids and labels are shifted against each other once, here:
 
@@ -970,24 +976,6 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
 # 9. Loss.  In: log-probs and advantages. Out: the loss of each token, and the step's gradient.
 
 
-def masked_mean(tensor, mask, dim=None):
-    """For the log: the mean where the mask is 1, or 0 where it is empty. Masked nan do no harm."""
-    mask = mask.bool()
-    return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
-
-
-def means_for_log(tensors, mask):
-    """For the log: {name: (B, T) tensor} -> {name: its mean over the mask}."""
-    return {name: masked_mean(tensor.detach().float(), mask) for name, tensor in tensors.items()}
-
-
-def joined(metrics, others):
-    """Returns two dicts for the log as one. Raises InputError for a name that both have."""
-    for name in metrics.keys() & others.keys():
-        raise InputError(f"{name!r} is logged twice, from two places; rename one of them")
-    return {**metrics, **others}
-
-
 def ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range):
     """(B, T) each -> (B, T) the clipped term (arXiv:1707.06347), and (B, T) tensors for the log. In
     the first epoch of a rollout the ratio is 1, but its gradient is not 0; the clip acts only with
@@ -1193,6 +1181,24 @@ def solved_by_skill(samples):
     return {name: fmean(solved[name]) for name in sorted(solved)}
 
 
+def masked_mean(tensor, mask, dim=None):
+    """For the log: the mean where the mask is 1, or 0 where it is empty. Masked nan do no harm."""
+    mask = mask.bool()
+    return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def means_for_log(tensors, mask):
+    """For the log: {name: (B, T) tensor} -> {name: its mean over the mask}."""
+    return {name: masked_mean(tensor.detach().float(), mask) for name, tensor in tensors.items()}
+
+
+def joined(metrics, others):
+    """Returns two dicts for the log as one. Raises InputError for a name that both have."""
+    for name in metrics.keys() & others.keys():
+        raise InputError(f"{name!r} is logged twice, from two places; rename one of them")
+    return {**metrics, **others}
+
+
 def log_train(run, step, metrics):
     """Writes the metrics of a step to TensorBoard, and a line to the console."""
     run.log("train", metrics, step)
@@ -1228,9 +1234,10 @@ def log_eval(run, step, metrics):
 #
 # Here are the twelve functions with @mechanic, which the others call as they call any function:
 #
-#     to learn    rows_to_train_on, token_statistics, add_up_gradients, clip_gradient
-#     to sample   start_decoding, sample, init_vllm, load_policy_into_vllm_instance
-#     of a run    by_first_process, weights_by_name, checkpoint_of, load_checkpoint
+#     learning    rows_to_train_on, token_statistics, add_up_gradients, clip_gradient
+#     sampling    start_decoding, sample, by_first_process
+#     weights     weights_by_name, init_vllm, load_policy_into_vllm_instance, checkpoint_of,
+#                 load_checkpoint
 #
 # They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
 # call the functions of other sections. So the folder support/ may put a faster function, with the
@@ -1283,8 +1290,8 @@ def response_logits(model, rows, precision):
 @mechanic
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
-    mask: what statistics_of_logits returns. The logits of all N response tokens are in memory at
-    once; main() bounds N. To have two references, change ref_logits here: all estimators see it."""
+    mask: what statistics_of_logits returns. The logits of all tokens are in memory at once, which
+    limit_logits bounds. To have two references, change ref_logits here: all estimators see it."""
     mask = rows["response_mask"]
     ref_logits = None
     if ref_model is not None:
@@ -1386,7 +1393,7 @@ def by_first_process(function, *arguments):
     return function(*arguments)
 
 
-# Weights and heads
+# Weights
 
 
 class Float32Head(torch.nn.Linear):
@@ -1466,71 +1473,6 @@ def load_checkpoint(policy, optimizer, saved):
 # Nothing of this section has a part in what is learnt.
 
 
-def check_can_be_saved(state):
-    """Raises InputError for what could not be read back from a checkpoint, which holds no code."""
-    for name, value in state.items():
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        try:
-            torch.load(file, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise InputError(
-                f"run.state[{name!r}] cannot be read back from a checkpoint; keep dicts, lists, "
-                "numbers, texts and tensors in run.state alone"
-            ) from error
-
-
-@contextlib.contextmanager
-def written_whole(path, content):
-    """Gives a place where to write a file or folder, which gets the name `path` when it is on the
-    disk: it is whole, or it is not there. Raises RunStopped where it cannot be written. content:
-    the tensors in it, of which that tells the size."""
-    unfinished = path.with_name("unfinished")
-    try:
-        yield unfinished
-        if path.is_dir():  # of a run that was resumed
-            shutil.rmtree(path)
-        unfinished.replace(path)
-    except Exception as error:
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-        needed = sum(x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)) / 1e9
-        free = shutil.disk_usage(path.parent).free / 1e9
-        raise RunStopped(
-            f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
-            f"free; make room, and add --resume {path.parent}"
-        ) from error
-
-
-def folder_of_run(cfg):
-    """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
-    InputError if there is none, or no new one can be made."""
-    out_dir = Path(cfg.out_dir)
-    if not cfg.resume:
-        there = out_dir.absolute()
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise InputError(
-                f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
-                "into; give another"
-            )
-        name = cfg.run_name.replace("/", "_")
-        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{name}"
-    found = list(out_dir.glob("*/settings.json"))
-    if cfg.resume is not True:
-        found = [Path(cfg.resume, "settings.json")]
-    found = [path for path in found if path.is_file()]
-    if not found:
-        raise InputError(f"resume: {cfg.resume} is no folder of a run; give one")
-    return max(found, key=os.path.getmtime).parent  # the one that was begun last
-
-
-def text_of_settings(cfg):
-    """Settings -> JSON, in which the same function is always the same text."""
-    return re.sub(" at 0x[0-9a-f]+", "", json.dumps(vars(cfg), default=str, indent=1))
-
-
 class Run:
     """A run's folder, and its state: what one step hands to the next besides weights and moments.
 
@@ -1601,6 +1543,71 @@ class Run:
             os.fsync(file.fileno())
         for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             path.unlink()
+
+
+def check_can_be_saved(state):
+    """Raises InputError for what could not be read back from a checkpoint, which holds no code."""
+    for name, value in state.items():
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise InputError(
+                f"run.state[{name!r}] cannot be read back from a checkpoint; keep dicts, lists, "
+                "numbers, texts and tensors in run.state alone"
+            ) from error
+
+
+@contextlib.contextmanager
+def written_whole(path, content):
+    """Gives a place where to write a file or folder, which gets the name `path` when it is on the
+    disk: it is whole, or it is not there. Raises RunStopped where it cannot be written. content:
+    the tensors in it, of which that tells the size."""
+    unfinished = path.with_name("unfinished")
+    try:
+        yield unfinished
+        if path.is_dir():  # of a run that was resumed
+            shutil.rmtree(path)
+        unfinished.replace(path)
+    except Exception as error:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        needed = sum(x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)) / 1e9
+        free = shutil.disk_usage(path.parent).free / 1e9
+        raise RunStopped(
+            f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
+            f"free; make room, and add --resume {path.parent}"
+        ) from error
+
+
+def folder_of_run(cfg):
+    """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
+    InputError if there is none, or no new one can be made."""
+    out_dir = Path(cfg.out_dir)
+    if not cfg.resume:
+        there = out_dir.absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(
+                f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
+                "into; give another"
+            )
+        name = cfg.run_name.replace("/", "_")
+        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{name}"
+    found = list(out_dir.glob("*/settings.json"))
+    if cfg.resume is not True:
+        found = [Path(cfg.resume, "settings.json")]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise InputError(f"resume: {cfg.resume} is no folder of a run; give one")
+    return max(found, key=os.path.getmtime).parent  # the one that was begun last
+
+
+def text_of_settings(cfg):
+    """Settings -> JSON, in which the same function is always the same text."""
+    return re.sub(" at 0x[0-9a-f]+", "", json.dumps(vars(cfg), default=str, indent=1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1799,7 +1806,9 @@ LOGITS_AT_ONCE = 67_108_864  # float32 logits that are in memory together
 def limit_logits(policy, cfg):
     """Lowers max_tokens_per_microbatch to where all logits of a microbatch fit into memory."""
     most = LOGITS_AT_ONCE // policy.config.get_text_config().vocab_size
-    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+    if most < cfg.max_tokens_per_microbatch:
+        print(f"max_tokens_per_microbatch = {most}, so that a microbatch's logits fit into memory")
+        cfg.max_tokens_per_microbatch = most
 
 
 def apply_preset(cfg):
@@ -1922,7 +1931,7 @@ def main(
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
     reproduce_paper=False,  # True: run KL terms that are refused, since their gradient is wrong
-    # Read by the rules of support/adaptive_rules.py alone
+    # Read by the rules of adaptive KL alone, in section 9b and support/adaptive_rules.py
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token
     dynamic_beta_decay=0.9,
