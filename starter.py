@@ -23,7 +23,7 @@ off by default; the loss is a mean over all response tokens of the step (DAPO, a
 tokens are weighted by old / sampler, at most 2, where the engine that sampled computes otherwise;
 the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
 
-Shapes: P prompts, G responses to each, B rows of a batch (one for each response), T columns, N
+Shapes: P prompts, G responses to each, B rows of a batch (mostly one a response), T columns, N
 tokens, V tokens in the vocabulary. Four log-probs of a sampled token: policy (pi, of the weights
 that are trained), old (the same before this rollout's first update), sampler (as the engine that
 drew the token computed it), ref (of the reference).
@@ -221,6 +221,20 @@ def loading(model_id):
         ) from error
 
 
+def check_loaded(model_id, policy, keys):
+    """Raises InputError where transformers has loaded another model than the checkpoint holds."""
+    if keys["missing_keys"]:  # transformers has given random numbers to them
+        raise InputError(
+            f"{str(model_id)!r} cannot be loaded: it holds no weights for "
+            f"{sorted(keys['missing_keys'])[:3]}; give a whole checkpoint"
+        )
+    if hasattr(policy.config, "quantization_config"):
+        raise InputError(
+            f"{str(model_id)!r} holds quantised weights, which cannot be trained and saved; give "
+            "the checkpoint from which it was made"
+        )
+
+
 def init_policy(model_id, device):
     """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: bf16
     keeps 8 bits of a weight, and most updates at learning rates below 1e-5 are smaller."""
@@ -231,10 +245,7 @@ def init_policy(model_id, device):
             model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-        if keys["missing_keys"]:  # transformers has given random numbers to them
-            raise ValueError(f"it holds no weights for {sorted(keys['missing_keys'])[:3]}")
-        if hasattr(policy.config, "quantization_config"):
-            raise ValueError("it holds quantised weights, which cannot be trained and saved")
+    check_loaded(model_id, policy, keys)
     unread = sorted(keys["unexpected_keys"])
     if unread:
         print(f"{model_id} holds {len(unread)} weights that its model lacks: {unread[:3]}")
@@ -719,7 +730,7 @@ def make_batch(responses, advantages, device):
     if advantages.shape[1] != longest:
         raise InputError(
             f"there are advantages for {advantages.shape[1]} tokens of each response, and the "
-            f"longest has {longest}; give (B,) advantages, or one for each of these"
+            f"longest has {longest}; give (n,) advantages, or one for each of these"
         )
     rows = []
     for i, response in conversations:
@@ -1160,7 +1171,8 @@ class KLController:
 
 def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     """Samples one response to each of the problems. Returns {"solved", "reward_mean", ...} and
-    samples: (problem, text, reward). reward=None: that of main(), or reward_fn if that is None."""
+    samples: (problem, text, reward). reward=None: that of main(), or reward_fn if that is None, and
+    cfg.agent plays; another reward is of single answers."""
     agent = cfg.agent if reward is None else None
     responses = rollout(policy, llm, problems, cfg, "evaluate", 1, cfg.eval_temperature, agent)
     reward = reward or cfg.reward or reward_fn
@@ -1563,22 +1575,30 @@ def check_can_be_saved(state):
 @contextlib.contextmanager
 def written_whole(path, content):
     """Gives a place where to write a file or folder, which gets the name `path` when it is on the
-    disk: it is whole, or it is not there. Raises RunStopped where it cannot be written. content:
-    the tensors in it, of which that tells the size."""
+    disk: it is whole, or it is not there. content: the tensors in it, whose size is compared with
+    the room that is free. Raises RunStopped where it cannot be written."""
     unfinished = path.with_name("unfinished")
+    sizes = [x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
+    needed = sum(sizes) / 1e9
     try:
+        if needed > shutil.disk_usage(path.parent).free / 1e9:
+            raise OSError("the disk is too full")
         yield unfinished
-        if path.is_dir():  # of a run that was resumed
-            shutil.rmtree(path)
-        unfinished.replace(path)
     except Exception as error:
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-        needed = sum(x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)) / 1e9
         free = shutil.disk_usage(path.parent).free / 1e9
         raise RunStopped(
             f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
             f"free; make room, and add --resume {path.parent}"
         ) from error
+    else:
+        if path.is_dir():  # of a run that was resumed
+            shutil.rmtree(path)
+        unfinished.replace(path)
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        elif unfinished.exists():
+            unfinished.unlink()
 
 
 def folder_of_run(cfg):

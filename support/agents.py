@@ -10,6 +10,7 @@ the chat template, whose log-probs are nan: starter.make_batch masks them.
 """
 
 import asyncio
+import functools
 import inspect
 import math
 import os
@@ -183,7 +184,7 @@ class Asker:
         self.error = None  # what it raised
         self.own = None  # the conversation of __call__
 
-    @property
+    @functools.cached_property
     def url(self):
         return self.game.server.url_of(self)
 

@@ -36,10 +36,8 @@ class Server:
     def url_of(self, asker):
         if self.socket is None:
             self.listen()
-        secret = next((name for name, x in self.askers.items() if x is asker), None)
-        if secret is None:
-            secret = secrets.token_urlsafe(16)
-            self.askers[secret] = asker
+        secret = secrets.token_urlsafe(16)
+        self.askers[secret] = asker
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}/{secret}/v1"
 
     def listen(self):

@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import random
+import signal
 import statistics
+import threading
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # test files run in two processes, with a thread each
@@ -146,6 +148,12 @@ def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
 
 def gradient_of(model):
     return parameters_to_vector(parameter.grad for parameter in model.parameters())
+
+
+def interrupt_twice():
+    """Sends this process SIGINT, soon and a second later."""
+    for seconds in (0.2, 1.2):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def at_each_call(owner, name, keep):

@@ -5,10 +5,8 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import random
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -19,6 +17,7 @@ import transformers
 from conftest import (
     advantages_by_loops,
     gradient_of,
+    interrupt_twice,
     needs_vllm,
     of_the_shipped_loss,
     scalars,
@@ -445,8 +444,7 @@ def test_second_interrupt_ends_a_run_whose_agent_hangs(checkpoint, tmp_path):
     async def agent(problem, ask):
         n = next(calls)
         if n == 11:
-            for seconds in (0.2, 1.2):
-                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+            interrupt_twice()
         answer = await ask(problem["prompt"])
         try:
             await asyncio.sleep(60 * (n >= 11))

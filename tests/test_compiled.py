@@ -102,6 +102,9 @@ def test_layers_of_a_family_are_compiled_and_plain_again_for_the_report(family, 
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert len(compiled) == 2 and len({type(module) for module in compiled}) == 1
     gpu.end_compiling(model)
+    assert compiled[0]._compiled_call_impl is not None  # as by an edit of yours
+    monkeypatch.setattr(fast, "COMPILED", {"statistics"})
+    gpu.end_compiling(model)
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 

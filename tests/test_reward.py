@@ -3,9 +3,7 @@
 import asyncio
 import itertools
 import math
-import os
 import random
-import signal
 import threading
 
 import numpy
@@ -16,7 +14,7 @@ from starter import Response
 from support import rewards, tasks
 
 import torch
-from conftest import make_tokenizer, scalars, settings, variety
+from conftest import interrupt_twice, make_tokenizer, scalars, settings, variety
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies
@@ -421,9 +419,7 @@ def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_pa
     async def reward(text, problem):
         n = next(calls)
         if n == 11:
-            for seconds in (0.2, 1.2):
-                interrupt = os.getpid(), signal.SIGINT
-                threading.Timer(seconds, os.kill, interrupt).start()
+            interrupt_twice()
         try:
             await asyncio.sleep(60 * (n >= 11))
         except asyncio.CancelledError:
