@@ -1702,7 +1702,7 @@ def train(
     if n_steps != cfg.n_train_steps:
         print(
             f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
-            "began, and stays there"
+            f"began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
         )
     # After an overflow the scale grows back within a run: by default after 2,000 steps
     is_fp16 = cfg.precision == "fp16"

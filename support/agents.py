@@ -23,6 +23,7 @@ from support.endpoint import NoRoom
 from support.rewards import event_loop
 
 MARKER = "<=answer=>"  # what stands for an answer where the template is asked what follows one
+MOST_REFUSED = 100  # questions of an agent for which there is no room; then it is ended
 PATIENCE = 5.0  # seconds in which nothing happens, after which those that wait are answered
 
 TOKENIZER = []  # of this run
@@ -179,16 +180,23 @@ class Asker:
         self.asked = None  # the conversation that waits for the policy, and its longest answer
         self.answer = None  # a future, while it waits
         self.has_ended = False
-        self.had_no_room = False
         self.result = None  # what the agent returned
         self.error = None  # what it raised
         self.own = None  # the conversation of __call__
+        self.n_called = 0  # calls of ask(), which are coroutines until they are awaited
+        self.n_awaited = 0
+        self.n_refused = 0  # for lack of room
 
     @functools.cached_property
     def url(self):
         return self.game.server.url_of(self)
 
-    async def __call__(self, text):
+    def __call__(self, text):
+        self.n_called += 1
+        return self.answer_to(text)
+
+    async def answer_to(self, text):
+        self.n_awaited += 1
         if self.own is None:
             self.own = self.begin(text)
         else:
@@ -205,7 +213,11 @@ class Asker:
         try:
             conversation.read(messages)
         except NoRoom:
-            self.had_no_room = True
+            self.n_refused += 1
+            if (
+                self.n_refused > MOST_REFUSED
+            ):  # `except Exception` in an endless loop lets this pass
+                raise asyncio.CancelledError from None
             raise
 
     async def sampled(self, conversation, most=math.inf):
@@ -237,10 +249,17 @@ class Asker:
     async def play(self, agent):
         try:
             self.result = number_of(await agent(self.problem, self))
+            if self.n_awaited < self.n_called:
+                raise starter.InputError(
+                    "an agent called ask() without await, so that nothing was asked; write "
+                    "await ask(...)"
+                )
         except NoRoom:
             self.result = 0.0
+        except asyncio.CancelledError:  # also after Ctrl-C, when nobody looks at the result
+            self.result = 0.0
         except Exception as error:
-            if self.had_no_room:  # of a client of ask.url, in its own words
+            if self.n_refused:  # of a client of ask.url, in its own words
                 self.result = 0.0
             else:
                 error.add_note(f"It is of the agent, for {self.problem!r:.500}")

@@ -213,7 +213,14 @@ def step_signs(step, metrics, problems, texts, state, cfg):
             starter.check_sampler(metrics["sampler_logprob_diff"], step, 0.0, cfg)
         except starter.RunStopped as error:
             yield "sampler", str(error)
-    if metrics.get("unscored_frac") == 1:
+    unscored = metrics.get("unscored_frac", 0.0)
+    if 0.5 <= unscored < 1:
+        yield (
+            "mostly unscored",
+            f"step {step}: the reward returned None or nan for {unscored:.0%} of the responses, "
+            "which leave their groups; if that is not meant, look for a missing return",
+        )
+    if unscored == 1:
         yield (
             "unscored",
             f"step {step}: the reward scored none of the {cfg.rollout_batch_size} responses: it "

@@ -355,6 +355,18 @@ def test_response_without_a_reward_leaves_its_group(checkpoint, tmp_path):
     assert 0 < play(checkpoint, tmp_path, agent)["train/unscored_frac"][1] < 1
 
 
+def test_agent_that_mostly_returns_nothing_is_warned_of(checkpoint, tmp_path, capsys):
+    async def agent(problem, ask):
+        await ask(problem["prompt"])
+        if next(count) % 4 == 0:
+            return 1.0
+
+    count = itertools.count()
+    share = play(checkpoint, tmp_path, agent)["train/unscored_frac"][1]
+    assert 0.5 <= share < 1
+    assert f"returned None or nan for {share:.0%} of the responses" in capsys.readouterr().out
+
+
 def test_error_of_an_agent_ends_the_run_and_names_the_problem(checkpoint, tmp_path):
     async def agent(problem, ask):
         await ask(problem["prompt"])
@@ -411,6 +423,28 @@ def test_two_questions_at_once_are_refused(checkpoint, tmp_path):
 
     with pytest.raises(starter.InputError, match="asked twice at once; await each ask()"):
         play(checkpoint, tmp_path, agent)
+
+
+def test_question_that_is_not_awaited_is_refused(checkpoint, tmp_path):
+    async def agent(problem, ask):
+        answer = await ask(problem["prompt"])
+        ask("and now?")
+        return variety(answer, problem)
+
+    with pytest.raises(starter.InputError, match=r"called ask\(\) without await"):
+        play(checkpoint, tmp_path, agent)
+
+
+def test_agent_that_asks_without_end_and_catches_everything_is_ended(checkpoint, tmp_path):
+    async def agent(problem, ask):
+        while True:
+            try:
+                await ask(problem["prompt"])
+            except Exception:
+                pass
+
+    log = play(checkpoint, tmp_path, agent)
+    assert log["train/reward_mean"][1] == 0 and log["train/truncated_frac"][1] == 1
 
 
 def test_agent_that_no_longer_waits_gets_no_other_answer(checkpoint, tmp_path, monkeypatch):
