@@ -10,12 +10,21 @@
     python starter.py --model_id ID --task FILE.jsonl --learning_rate 1e-5 --max_new_tokens 64
                                             what a lone copy of this file needs
 
-Where to begin: train() in section 13 is the loop, and main() in section 14 has the settings.
-Sections 1 to 10 follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL
-penalty, loss, evaluation. Section 11, mechanics, is about how models, engines and processes are
-run. Its functions are the only ones that are replaced, by faster ones with the same results, where
-the other folders lie beside this file. Everything else is called as it stands: what you change here
-is what runs.
+One step of training, in the names of this file:
+
+    responses = rollout(policy, ...)                        G responses to each of P prompts
+    texts, rewards = score(responses, ...)                  (P * G,)
+    advantages = compute_group_normalized_advantages(rewards, ...)
+    batch = make_batch(responses, advantages, ...)          (B, T) tensors
+    for microbatch in cut_microbatches(batch, ...):
+        grpo_microbatch_step(policy, microbatch, ...)       log-probs, loss, backward pass
+    optimizer.step()
+
+train() in section 13 is this loop, and main() in section 14 has the settings. Sections 1 to 10
+follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL penalty, loss,
+evaluation. Section 11, mechanics, is about how models, engines and processes are run. Its functions
+are the only ones that are replaced, by faster ones with the same results, where the other folders
+lie beside this file. Everything else is called as it stands: what you change here is what runs.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -198,7 +207,8 @@ def problems_of_step(problems, step, n, seed):
 # --------------------------------------------------------------------------------------------------
 # 2. Model and prompts.  In: a checkpoint folder or Hugging Face name; problems. Out: policy and
 # tokenizer; problems with the token ids of their prompts.
-
+#
+# The model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
@@ -289,6 +299,9 @@ def find_stop_tokens(policy, tokenizer):
     if not isinstance(stop_tokens, list):
         stop_tokens = [stop_tokens]
     return sorted({*stop_tokens, tokenizer.eos_token_id} - {None})
+
+
+# Prompts
 
 
 def begun_answer(problem):
@@ -603,26 +616,38 @@ def is_right(answer, problem):
     return any(same_answer(answer, str(gold)) for gold in right)
 
 
-# "-12", "+5", "1,234.50", ".5" and "1e-05" are numbers; "007", "1/2" and "1,2" are texts
-NUMBER = re.compile(
-    r"[+-]?(?:(?!0\d)\d+|[1-9]\d{0,2}(?:,\d{3})+)?(?:\.\d+)?(?<=\d)(?:e[+-]?\d{1,3})?", re.ASCII
-)
+def same_answer(answer, gold):
+    """Whether two answers are equal numbers, or equal texts: " 1,234.50" is "$1234.5"."""
+    return normalized_answer(answer) == normalized_answer(gold)
 
 
 def normalized_answer(text):
-    """Returns the number that a text is, also with a currency sign or % ("$5", "5 %"), or the text
-    without differences of case, spaces, and how an accent is written."""
+    """Returns the number that a text is, or the text without differences of case, spaces, and how
+    an accent is written."""
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")  # a typographical minus
     text = " ".join(text.split()).casefold().removesuffix(".")
-    number = re.sub(r"^(-?)[$\u20ac\u00a3]", r"\1", text).rstrip("%$\u20ac\u00a3 ")
-    if len(number) <= 100 and NUMBER.fullmatch(number):
-        return Fraction(number.replace(",", ""))
-    return text
+    number = number_of(text)
+    return text if number is None else number
 
 
-def same_answer(answer, gold):
-    """Whether two answers are equal numbers, or equal texts."""
-    return normalized_answer(answer) == normalized_answer(gold)
+NUMBER = re.compile(
+    r"""
+    [+-]?
+    (?: (?!0\d) \d+ | [1-9]\d{0,2} (?:,\d{3})+ )?  # 12 or 1,234; not 007 or 1,2
+    (?: \.\d+ )?
+    (?<=\d)  # there is a digit before the exponent
+    (?: e[+-]?\d{1,3} )?
+    """,
+    re.ASCII | re.VERBOSE,
+)
+
+
+def number_of(text):
+    """Returns the number that a text is, also with a currency sign or % ("$5", "5 %"), or None."""
+    text = re.sub(r"^(-?)[$\u20ac\u00a3]", r"\1", text).rstrip("%$\u20ac\u00a3 ")
+    if len(text) > 100 or not NUMBER.fullmatch(text):
+        return None
+    return Fraction(text.replace(",", ""))
 
 
 def no_reward(response_text, problem):
@@ -994,33 +1019,29 @@ def ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range):
     clip_low = clip_high = clip_range
     if isinstance(clip_range, (tuple, list)):
         clip_low, clip_high = clip_range
-    ratio = torch.exp(policy_log_probs - old_log_probs)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    is_clipped = clipped_ratio * advantages < ratio * advantages
-    return loss, {"ratio_mean": ratio, "clip_frac": is_clipped}
+    pi_over_old = torch.exp(policy_log_probs - old_log_probs)
+    clipped_ratio = pi_over_old.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(pi_over_old * advantages, clipped_ratio * advantages)
+    is_clipped = clipped_ratio * advantages < pi_over_old * advantages
+    return loss, {"ratio_mean": pi_over_old, "clip_frac": is_clipped}
 
 
 def compute_loss(
-    advantages,
-    policy_log_probs,
-    old_log_probs,
-    clip_range,
-    ref_log_probs=None,
+    advantages,  # (B, 1) or (B, T)
+    policy_log_probs,  # (B, T), like all that follow
+    old_log_probs,  # of the policy before the first update of this rollout
+    clip_range,  # e, for ratios in [1 - e, 1 + e]; or (low, high), DAPO's "clip-higher"
+    ref_log_probs=None,  # None: there is no KL term
     kl_coef=0.0,
-    mask=None,
-    kl_settings=None,
-    vocab_kl=None,
-    sampler_log_probs=None,
+    mask=None,  # None: all tokens count
+    kl_settings=None,  # cfg, or KLSettings
+    vocab_kl=None,  # the KL, for an estimator in EXACT
+    sampler_log_probs=None,  # as the sampler's engine reported them; None: old_log_probs
     importance_cap=math.inf,
 ):
-    """(B, 1) or (B, T) advantages, (B, T) log-probs -> (B, T) loss: the clipped term, plus kl_coef
-    times the KL unless that is in the reward; and metadata, means over the mask. clip_range: e, for
-    ratios in [1 - e, 1 + e], or (low, high), DAPO's "clip-higher". Take no mean of the loss here:
-    it would be over one microbatch alone.
-
-    old_log_probs are those of the policy before the first update of this rollout, sampler_log_probs
-    those that the sampler's engine reported (None: the same)."""
+    """Returns the (B, T) loss: the clipped term, plus kl_coef times the KL unless that is in the
+    reward; and metadata, means over the mask. Take no mean of the loss here: it would be over one
+    microbatch alone."""
     if mask is None:
         mask = torch.ones_like(policy_log_probs)
     mask = mask.bool()
@@ -1036,9 +1057,9 @@ def compute_loss(
         kl, kl_metadata = kl_in_loss(
             policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
         )
-        if cfg.kl_in == "reward":  # the line above was for the log alone
-            kl = kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg)
-            advantages = advantages - kl_coef * kl
+        if cfg.kl_in == "reward":
+            charged = kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg)
+            advantages = advantages - kl_coef * charged
         else:
             kl_loss = kl_coef * kl
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
@@ -1078,8 +1099,10 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     sampler_log_probs = microbatch["sampler_log_probs"]
     stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
     log_ratio = stats.pop("log_ratio", None)
+    vocab_kl = None
     if log_ratio is not None and cfg.kl_estimator in EXACT:
         check_reference(stats, log_ratio)
+        vocab_kl = stats[EXACT[cfg.kl_estimator]]
     loss, metadata = compute_loss(
         microbatch["advantages"],
         log_probs,
@@ -1089,7 +1112,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         kl_coef,
         mask,
         kl_settings=cfg,
-        vocab_kl=stats.get(EXACT.get(cfg.kl_estimator)),  # None for sampled estimators
+        vocab_kl=vocab_kl,
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
@@ -1143,7 +1166,7 @@ class KLController:
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
         self.start = kl_coef
-        self.known = kl_coef, settings.kl_coef
+        self.given = kl_coef, settings.kl_coef  # as follow() saw them last
         self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
 
     @property
@@ -1151,12 +1174,13 @@ class KLController:
         return self.start if self.rule is None else self.state["beta"]
 
     def follow(self, kl_coef):
-        """Goes on from another coefficient, if an edit of train() has changed kl_coef there, or in
-        the settings."""
-        for now, before in zip((kl_coef, self.settings.kl_coef), self.known):
+        """Goes on from another coefficient, if an edit of train() has changed its kl_coef, or that
+        of the settings. Without such an edit it does nothing."""
+        given = kl_coef, self.settings.kl_coef
+        for now, before in zip(given, self.given):
             if now != before:
                 self.start = self.state["beta"] = now
-        self.known = kl_coef, self.settings.kl_coef
+        self.given = given
 
     def update(self, kl, reward):
         """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
@@ -1361,29 +1385,29 @@ def start_decoding(policy, prompts):
     rows_of_length = {}
     for row, prompt_ids in enumerate(prompts):
         rows_of_length.setdefault(len(prompt_ids), []).append(row)
-    ids = {}  # length of the prompts: (b, n) ids so far
-    for length, rows in rows_of_length.items():
-        ids[length] = torch.tensor([prompts[row] for row in rows], device=policy.device)
-    caches = dict.fromkeys(ids)
+    groups = []  # b rows each, with their (b, n) ids so far and what the model keeps of these
+    for rows in rows_of_length.values():
+        ids = torch.tensor([prompts[row] for row in rows], device=policy.device)
+        groups.append(SimpleNamespace(rows=rows, ids=ids, cache=None))
     of_cache = name_of_cache(policy)
     order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # the inverse permutation
 
     def next_logits(tokens):
         logits = []
-        for length, rows in rows_of_length.items():
+        for group in groups:
             if tokens is not None:
-                ids[length] = torch.cat([ids[length], tokens[rows]], dim=1)
-            n = ids[length].shape[1]
-            n_known = 0 if caches[length] is None else n - 1
+                group.ids = torch.cat([group.ids, tokens[group.rows]], dim=1)
+            b, n = group.ids.shape
+            n_read = 0 if group.cache is None else n - 1
             outputs = policy(
-                input_ids=ids[length][:, n_known:],
+                input_ids=group.ids[:, n_read:],
                 # Some models would count from 0 in each call
-                position_ids=torch.arange(n_known, n, device=policy.device).expand(len(rows), -1),
+                position_ids=torch.arange(n_read, n, device=policy.device).expand(b, -1),
                 use_cache=True,
                 logits_to_keep=1,
-                **{of_cache: caches[length]},
+                **{of_cache: group.cache},
             )
-            caches[length] = getattr(outputs, of_cache, None)
+            group.cache = getattr(outputs, of_cache, None)
             logits.append(outputs.logits[:, -1])
         return torch.cat(logits)[order.to(policy.device)]
 
@@ -1494,29 +1518,21 @@ class Run:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        # step: the last one whose update is done; before: the evaluation before step 1
-        self.state = {"step": 0, "controller": None, "before": None}
+        self.state = {
+            "step": 0,  # the last one whose update is done
+            "controller": None,  # of a KLController
+            "before": None,  # the evaluation before step 1
+            # train() adds "after", the last evaluation; "n_steps", by which the learning rate
+            # falls; "first_diff", for check_sampler; and "scaler", of fp16
+        }
         self.writes_files = True  # as the only process, or the first of several
         self.stop = False  # True ends the run after this step, which is evaluated and saved
         self.in_update = False  # where an error would leave weights of no step
         self.folder = folder_of_run(cfg)
 
     def open(self, policy, optimizer):
-        """Loads the newest checkpoint, if there is one, and makes the folder with its log."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        if hasattr(policy, "_orig_mod"):
-            raise InputError(
-                "torch.compile(policy) returns another model, whose weights have other names; "
-                "write policy.compile() instead"
-            )
-        try:
-            checkpoint_of(policy, optimizer)
-        except Exception as error:
-            raise InputError(
-                f"the optimiser cannot be saved ({error!r:.200}); give it state_dict() and "
-                "load_state_dict(), as those of torch have them"
-            ) from error
+        """Goes on from the newest checkpoint, if there is one, and opens TensorBoard's log."""
+        check_can_be_saved(policy, optimizer)
         newest = max(self.folder.glob("checkpoint_*.pt"), default=None)
         if newest is not None:
             saved = torch.load(newest, map_location="cpu", weights_only=True)
@@ -1529,11 +1545,17 @@ class Run:
         if is_over:
             print("no step is left to train: raise n_train_steps, which counts from the beginning")
         if self.writes_files:
-            # What was logged after the checkpoint is dropped, since it will be logged again.
-            next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
-            self.writer = SummaryWriter(self.folder, purge_step=next_step)
+            self.open_log()
             if not is_over:  # those of the steps that were trained stay
                 (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
+
+    def open_log(self):
+        """Makes the folder with TensorBoard's log. What was logged after the checkpoint is dropped
+        from it, since it will be logged again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
+        self.writer = SummaryWriter(self.folder, purge_step=next_step)
 
     def log(self, kind, metrics, step):
         """Writes {name: number} to TensorBoard, under kind/ where a name has no kind of its own."""
@@ -1543,7 +1565,7 @@ class Run:
 
     def save(self, policy, optimizer):
         """Writes checkpoint_<step>.pt. The last two are kept."""
-        check_can_be_saved(self.state)
+        check_can_be_read_back(self.state)
         content = {**checkpoint_of(policy, optimizer), "state": self.state}
         if not self.writes_files:
             return
@@ -1557,7 +1579,24 @@ class Run:
             path.unlink()
 
 
-def check_can_be_saved(state):
+def check_can_be_saved(policy, optimizer):
+    """Raises InputError, before the first step, for a model or optimiser that no checkpoint would
+    hold."""
+    if hasattr(policy, "_orig_mod"):
+        raise InputError(
+            "torch.compile(policy) returns another model, whose weights have other names; write "
+            "policy.compile() instead"
+        )
+    try:
+        checkpoint_of(policy, optimizer)
+    except Exception as error:
+        raise InputError(
+            f"the optimiser cannot be saved ({error!r:.200}); give it state_dict() and "
+            "load_state_dict(), as those of torch have them"
+        ) from error
+
+
+def check_can_be_read_back(state):
     """Raises InputError for what could not be read back from a checkpoint, which holds no code."""
     for name, value in state.items():
         file = io.BytesIO()
@@ -1588,7 +1627,7 @@ def written_whole(path, content):
         free = shutil.disk_usage(path.parent).free / 1e9
         raise RunStopped(
             f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
-            f"free; make room, and add --resume {path.parent}"
+            f"free; make room, if that is the cause, and add --resume {path.parent}"
         ) from error
     else:
         if path.is_dir():  # of a run that was resumed
@@ -2175,8 +2214,8 @@ def settings_from(arguments):
         kind = str if isinstance(default, str) else value_of
         # Without a value it is True, as in --use_kl_penalty
         parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
-    names = re.compile("(?<=^--)[^=]+")
-    arguments = [names.sub(lambda name: name[0].replace("-", "_"), text) for text in arguments]
+    name = re.compile("(?<=^--)[^=]+")  # "--group-size=4" is "--group_size=4"
+    arguments = [name.sub(lambda found: found[0].replace("-", "_"), text) for text in arguments]
     settings, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))

@@ -16,7 +16,7 @@ def sample_of(model):
 def keep(run, ref_model):
     """After each step: whether the state can be saved, and what the reference is now."""
     if run.state["step"] == 1:
-        starter.check_can_be_saved(run.state)
+        starter.check_can_be_read_back(run.state)
     if ref_model is not None:
         run.state["reference"] = sample_of(ref_model)
 

@@ -142,8 +142,8 @@ WINNERS = {
     "            kl_loss = kl_coef * kl\n": """\
             kl_loss = kl_coef * kl * (advantages > 0)
 """,
-    "            advantages = advantages - kl_coef * kl\n": """\
-            advantages = advantages - kl_coef * kl * (advantages > 0)
+    "            advantages = advantages - kl_coef * charged\n": """\
+            advantages = advantages - kl_coef * charged * (advantages > 0)
 """,
 }
 

@@ -355,7 +355,7 @@ def test_what_no_checkpoint_holds_is_said(changed, capsys):
         )
     assert ("the reference is another one than before" in again) == (changed == "reference")
     assert "another one" not in first
-    starter.check_can_be_saved(run.state)
+    starter.check_can_be_read_back(run.state)
 
 
 # Steps that are skipped
