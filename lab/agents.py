@@ -57,27 +57,37 @@ def started():
     return policy, tokenizer, problems.train, cfg
 
 
-def seconds_of(agent, policy, tokenizer, problems, cfg, group_size, seed):
-    """Of a rollout with its rewards."""
+def seconds_of(agent, policy, tokenizer, problems, cfg, group_size, seed, with_gradient):
+    """Of a rollout with its rewards, or of a step but for the optimiser's part."""
     start = time.perf_counter()
     responses = starter.rollout(policy, None, problems, cfg, seed, group_size, 1.0, agent)
     reward = starter.reward_of_agent if agent else starter.reward_fn
-    starter.score(responses, problems, tokenizer, reward)
+    _, rewards = starter.score(responses, problems, tokenizer, reward)
+    if with_gradient:
+        advantages, _ = starter.compute_group_normalized_advantages(rewards, group_size, 1e-6, True)
+        batch = starter.make_batch(responses, advantages, policy.device)
+        batch["weights"] = starter.weights_of_tokens(batch, cfg)
+        rows = starter.rows_to_train_on(batch, policy, None, cfg)
+        microbatches = starter.cut_microbatches(rows, cfg.max_tokens_per_microbatch)
+        starter.add_up_gradients(policy, microbatches, cfg)
+        policy.zero_grad()
     return time.perf_counter() - start
 
 
 def main():
     policy, tokenizer, problems, cfg = started()
-    pairs = {  # what is compared: (agent, agent, prompts, responses to each)
-        "one turn by an agent, by reward_fn": (one_turn, None, 32, 8),
-        "64 agents with tools, without their time": (three_turns(SECONDS), three_turns(0), 8, 8),
+    with_tools, without = three_turns(SECONDS), three_turns(0)
+    pairs = {  # what is compared: (agent, agent, prompts, responses to each, with the gradient)
+        "a rollout of one turn: by an agent, by reward_fn": (one_turn, None, 32, 8, False),
+        "a step of one turn: by an agent, by reward_fn": (one_turn, None, 32, 8, True),
+        "64 agents with tools, without their time": (with_tools, without, 8, 8, False),
     }
-    for name, (agent, other, n, group_size) in pairs.items():
+    for name, (agent, other, n, group_size, with_gradient) in pairs.items():
         seconds = {agent: [], other: []}
         for seed in range(ROUNDS + 1):
             order = [agent, other] if seed % 2 else [other, agent]
             for some in order:
-                given = policy, tokenizer, problems[:n], cfg, group_size, seed
+                given = policy, tokenizer, problems[:n], cfg, group_size, seed, with_gradient
                 seconds[some].append(seconds_of(some, *given))
         first, second = (statistics.median(values[1:]) for values in seconds.values())
         row = {"what": name, "rounds": ROUNDS, "seconds": f"{first:.3f}", "beside": f"{second:.3f}"}

@@ -16,6 +16,7 @@ import math
 import os
 import queue
 import random
+import time
 
 import starter
 from support import edits, endpoint, ranks
@@ -228,10 +229,11 @@ class Asker:
             )
         self.asked = conversation, min(most, conversation.room())
         self.answer = asyncio.get_running_loop().create_future()
-        self.game.arrived.put(self)
+        self.game.wait_for_turn(self)
         try:
             return await self.answer
         except asyncio.CancelledError:  # the agent waits no longer, so that it cannot go on
+            self.game.waiting.discard(self)
             conversation.finished = False
             conversation.is_given_up = True
             raise
@@ -266,7 +268,7 @@ class Asker:
                 self.error = error
         finally:
             self.has_ended = True
-            self.game.arrived.put(self)
+            self.game.leave(self)
 
     def response(self):
         """One of its conversations, with the reward, and the others with it."""
@@ -294,51 +296,80 @@ def answer(futures, responses):
 
 
 class Game:
-    """A rollout of agents."""
+    """A rollout of agents, which run in the event loop. The policy answers in the main thread. That
+    one sleeps until all of them wait: woken for each, it would take the processor from them."""
 
     def __init__(self, policy, cfg, sample):
         self.policy = policy
         self.cfg = cfg
         self.sample = sample  # list of Requests -> list of Responses
-        self.arrived = queue.Queue()  # of Askers that wait for the policy, or have ended
         self.server = endpoint.Server()
+        self.turns = queue.Queue()  # of (Askers that wait for the policy, None), or ([], an error)
+        # In the event loop:
+        self.running = set()  # Askers
+        self.waiting = set()  # those of them that wait
+        self.last = time.monotonic()  # when something has happened
+
+    async def play(self, agent, askers):
+        try:
+            await asyncio.gather(*[asker.play(agent) for asker in askers])
+        except Exception as error:  # a fault of this file, for which nobody else would look
+            self.turns.put(([], error))
+
+    def wait_for_turn(self, asker):
+        self.waiting.add(asker)
+        self.end_turn()
+
+    def leave(self, asker):
+        self.running.remove(asker)
+        if asker.error is not None:
+            self.turns.put(([], asker.error))
+        self.end_turn()
+
+    def end_turn(self):
+        self.last = time.monotonic()
+        if len(self.waiting) == len(self.running):
+            self.hand_over()
+
+    def hand_over(self):
+        """Hands those that wait to the main thread, or nobody when all have ended."""
+        if self.waiting or not self.running:
+            waiting = sorted(self.waiting, key=lambda asker: asker.seed)
+            self.waiting = set()
+            self.turns.put((waiting, None))
+
+    # In the main thread:
 
     def run(self, agent, askers):
         loop = event_loop()
-        running = set(askers)
-        tasks = [asyncio.run_coroutine_threadsafe(asker.play(agent), loop) for asker in askers]
+        self.running = set(askers)
+        playing = asyncio.run_coroutine_threadsafe(self.play(agent, askers), loop)
         try:
-            while running:
-                waiting = self.those_that_ask(running)
-                if not waiting:
-                    break
+            while waiting := self.those_that_ask(loop):
                 futures = [asker.answer for asker in waiting]
                 responses = self.sample([asker.request() for asker in waiting])
                 loop.call_soon_threadsafe(answer, futures, responses)
         finally:
-            for task in tasks:
-                task.cancel()  # after Ctrl-C, or an error of another agent
+            playing.cancel()  # after Ctrl-C, or an error of an agent
             self.server.close()
 
-    def those_that_ask(self, running):
-        """Waits until all agents that run ask the policy. Takes those that end out of them."""
-        waiting = []
-        while len(waiting) < len(running):
+    def those_that_ask(self, loop):
+        """Waits until all agents that run ask the policy, and returns these, or none at the end."""
+        while True:
             try:
-                asker = self.arrived.get(timeout=PATIENCE if waiting else None)
+                left = self.last + PATIENCE - time.monotonic()
+                waiting, error = self.turns.get(timeout=max(0.01, left))
             except queue.Empty:
-                say_once(
-                    f"agents have waited for others for {PATIENCE:g} s, which take longer, or "
-                    "wait for them: what is sampled together now depends on time"
-                )
-                break
-            if asker.error is not None:
-                raise asker.error
-            if asker.has_ended:
-                running.remove(asker)
-            else:
-                waiting.append(asker)
-        return sorted(waiting, key=lambda asker: asker.seed)
+                if self.waiting and time.monotonic() > self.last + PATIENCE:
+                    say_once(
+                        f"agents have waited for others for {PATIENCE:g} s, which take longer, or "
+                        "wait for them: what is sampled together now depends on time"
+                    )
+                    loop.call_soon_threadsafe(self.hand_over)
+                continue
+            if error is not None:
+                raise error
+            return waiting
 
 
 def turns_of(response):
