@@ -22,9 +22,18 @@ One step of training, in the names of this file:
 
 train() in section 13 is this loop, and main() in section 14 has the settings. Sections 1 to 10
 follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL penalty, loss,
-evaluation. Section 11, mechanics, is about how models, engines and processes are run. Its functions
-are the only ones that are replaced, by faster ones with the same results, where the other folders
-lie beside this file. Everything else is called as it stands: what you change here is what runs.
+evaluation. Section 11, mechanics, is about how models, engines and processes are run. Who calls
+whom, with the numbers of the sections:
+
+    train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
+    train 13 > add_up_gradients 11 > grpo_microbatch_step 9
+                 > token_statistics 11 > statistics_of_logits 7
+                 > compute_loss 9 > kl_in_loss 8, ppo_loss 9
+
+Where the other folders lie beside this file, faster functions with the same results take the place
+of those of section 11, and of no others: what you change here is what runs. What else they add is
+called in sight, where find_support() stands: kinds of files, odd models, agents, async rewards, and
+what main() asks of them.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -32,10 +41,10 @@ off by default; the loss is a mean over all response tokens of the step (DAPO, a
 tokens are weighted by old / sampler, at most 2, where the engine that sampled computes otherwise;
 the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
 
-Shapes: P prompts, G responses to each, B rows of a batch (mostly one a response), T columns, N
-tokens, V tokens in the vocabulary. Four log-probs of a sampled token: policy (pi, of the weights
-that are trained), old (the same before this rollout's first update), sampler (as the engine that
-drew the token computed it), ref (of the reference).
+Shapes: P prompts, G responses to each, n responses in all, B rows of a batch (mostly one a
+response), T columns, N tokens, V tokens in the vocabulary. Four log-probs of a sampled token:
+policy (pi, of the weights that are trained), old (the same before this rollout's first update),
+sampler (as the engine that drew the token computed it), ref (of the reference).
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -280,16 +289,18 @@ def init_teacher(ref_model_id, tokenizer, device):
 
 def enable_checkpointing(policy):
     """In train mode the layers then keep their inputs alone for the backward pass."""
-    before_5_24 = policy.gradient_checkpointing_enable  # of transformers; the same
-    getattr(policy, "activation_checkpointing_enable", before_5_24)()
+    if hasattr(policy, "activation_checkpointing_enable"):  # from transformers 5.24 on
+        policy.activation_checkpointing_enable()
+    else:
+        policy.gradient_checkpointing_enable()
 
 
 def set_train_mode_of_checkpointed_layers(policy):
     """Gradient checkpointing runs layers again in the backward pass, if they are in train mode. All
     other modules stay in eval mode: dropout would change the log-probs at random."""
     for module in policy.modules():
-        # True for the layers that can be run again, which have this attribute
-        module.training = hasattr(module, "gradient_checkpointing")
+        can_be_run_again = hasattr(module, "gradient_checkpointing")
+        module.training = can_be_run_again  # of this module, and not of those in it
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -386,8 +397,9 @@ def tokenized(problems, policy, tokenizer, cfg):
 # --------------------------------------------------------------------------------------------------
 # 3. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 #
-# rollout() calls, by way of sample() in section 11, one of two engines: rollout_with_transformers,
-# for which decode() draws the tokens one by one, or rollout_with_vllm.
+# rollout() calls, by way of sample() in section 11, one of two engines: rollout_with_vllm, or
+# rollout_with_transformers. For that one decode() draws the tokens one by one, from the logits that
+# start_decoding() in section 11 gives it.
 
 TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
@@ -401,19 +413,21 @@ class Request(NamedTuple):
 class Response(NamedTuple):
     prompt_ids: list
     response_ids: list  # as the sampler gave them; the token that ended it included
-    log_probs: list  # of response_ids, at the sampling temperature; if greedy, at 1
+    # Of response_ids, at the sampling temperature; if greedy, at 1. nan: the policy did not write
+    # this token, but an agent's words that it read between two turns.
+    log_probs: list
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
     reward: float | None = None  # where an agent has given one
     others: tuple = ()  # Responses: further conversations of the same agent, learnt from alike
 
     def n_written(self):
-        """Tokens that the policy wrote. What an agent read has nan as its log-prob."""
+        """Tokens that the policy wrote."""
         n = len(self.response_ids) - sum(map(math.isnan, self.log_probs))
         return n + sum(other.n_written() for other in self.others)
 
 
-def seed_for(cfg, purpose):
-    """Returns the seed of a step or other purpose, such as "evaluate". Also seeds the generators of
+def seed_everything(cfg, purpose):
+    """Returns the seed of a step or other purpose, such as "evaluate". Seeds the generators of
     random, numpy and torch with it, for rewards that draw numbers."""
     seed = random.Random(f"{cfg.seed} {purpose}").getrandbits(32)  # torch's CPU reads 32 bits
     random.seed(seed)
@@ -431,7 +445,7 @@ def requests_for(prompts, cfg, seed, group_size):
 def rollout(policy, llm, problems, cfg, purpose, group_size, temperature, agent=None):
     """P problems -> P * group_size Responses of the policy as it is now, group after group. An
     agent talks with the policy in several turns; without one the response follows the prompt."""
-    seed = seed_for(cfg, purpose)
+    seed = seed_everything(cfg, purpose)
     if llm is not None:
         load_policy_into_vllm_instance(policy, llm)
         forget_prompts(llm)
@@ -446,7 +460,7 @@ def scale_logits(logits, temperature):
     """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
     forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
-    if temperature in (0, 1):  # 0: greedy, scored at 1
+    if temperature == 0:  # greedy: scored at 1
         return logits
     return logits / temperature
 
@@ -509,7 +523,7 @@ def decode(policy, requests, uniform, cfg, temperature):
 def rollout_with_transformers(policy, requests, cfg, temperature=1.0):
     """B Requests -> B Responses."""
     policy.eval()  # in train mode gradient checkpointing drops the cache
-    longest = max(len(request.prompt_ids) for request in requests) + cfg.max_new_tokens
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     n_at_once = max(1, TOKENS_AT_ONCE // longest)
     responses = []
     with autocast(policy.device, cfg.precision):
@@ -575,16 +589,19 @@ SOLVED = 1 - 1e-6  # a sum of weights such as 0.6 + 0.3 + 0.1 is just below 1
 
 
 def reward_fn(response_text, problem):
-    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise. Write your own reward here, or give one
-    to main(): a function (response_text, problem) -> number, or None for a response that it cannot
-    score. If it has a parameter that is named response, it gets the Response as well."""
+    """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
+
+    Write your own reward here, or give one to main(): a function (response_text, problem) ->
+    number, or None for a response that it cannot score. If it has a parameter that is named
+    response, it gets the Response as well. score_answer stays: it is asked for other skills, too.
+    """
     return score_answer(response_text, problem)
 
 
 def score_answer(response_text, problem):
     """1.0 if the answer in the tags is right, 0.1 if it is wrong, 0.0 without one. A problem with
     "last_number": true needs no tags: 1.0 if the last number of the text is right, otherwise 0.0.
-    This scores the other skills, too, whatever the reward is."""
+    """
     if problem.get("last_number"):
         return float(is_right(last_number(response_text), problem))
     answer = tagged_answer(response_text)
@@ -660,10 +677,23 @@ def reward_of_agent(response_text, problem, response):
     return response.reward
 
 
+def call_reward(reward, text, problem, response):
+    """Returns what the reward returns. What it raises, unless it is async, gets a note with the
+    response and its problem."""
+    more = {}
+    if "response" in inspect.signature(reward).parameters:
+        more["response"] = response
+    try:
+        with torch.enable_grad():  # which then is on again, if the reward turns it off
+            return reward(text, problem, **more)
+    except Exception as error:
+        error.add_note(f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}")
+        raise
+
+
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
-    Where a prompt ends with words of the assistant, the text begins with these. What a reward
-    raises, unless it is async, gets a note with the response and its problem."""
+    Where a prompt ends with words of the assistant, the text begins with these."""
     all_ids = []
     for response in responses:
         # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
@@ -672,19 +702,9 @@ def score(responses, problems, tokenizer, reward):
     texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
     group_size = len(responses) // len(problems)
     texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
-    takes_response = "response" in inspect.signature(reward).parameters
     values = []
     for i, text in enumerate(texts):
-        problem = problems[i // group_size]
-        more = {"response": responses[i]} if takes_response else {}
-        try:
-            with torch.enable_grad():  # which then is on again, if the reward turns it off
-                values.append(reward(text, problem, **more))
-        except Exception as error:
-            error.add_note(
-                f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}"
-            )
-            raise
+        values.append(call_reward(reward, text, problems[i // group_size], responses[i]))
     support = find_support()
     if support:
         values = support.awaited(values)  # where the reward is async: all at once
@@ -759,28 +779,27 @@ def make_batch(responses, advantages, device):
         )
     rows = []
     for i, response in conversations:
-        of_tokens = advantages[i].float()
         n = len(response.response_ids)
         ids = torch.tensor(response.prompt_ids + response.response_ids)
         log_probs = torch.tensor(response.log_probs)
-        of_prompt = torch.zeros(len(response.prompt_ids) - 1)  # whose label is of the prompt
+        token_advantages = advantages[i, :n].float()
+        prompt_zeros = torch.zeros(len(response.prompt_ids) - 1)  # where the label is of the prompt
         row = {
             "input_ids": ids[:-1],
             "labels": ids[1:],
-            "response_mask": torch.cat([of_prompt, ~log_probs.isnan()]).bool(),
-            "sampler_log_probs": torch.cat([of_prompt, log_probs.nan_to_num()]),
-            "advantages": torch.cat([of_prompt, of_tokens[:n]]),
+            "response_mask": torch.cat([prompt_zeros, ~log_probs.isnan()]).bool(),
+            "sampler_log_probs": torch.cat([prompt_zeros, log_probs.nan_to_num()]),
+            "advantages": torch.cat([prompt_zeros, token_advantages]),
             "finished": torch.tensor([response.finished]),
             "response": torch.tensor([i]),
         }
         rows.append(row)
     batch = {}
     for name in rows[0]:
-        padding = -1 if name == "input_ids" else 0
-        columns = [row[name] for row in rows]
-        batch[name] = pad_sequence(columns, batch_first=True, padding_value=padding)
-    # Padded with the row's first id: some models break at the padding token's own id
-    ids = batch["input_ids"]
+        batch[name] = pad_sequence([row[name] for row in rows], batch_first=True)
+    # Ids are padded with the row's first one: some models break at the id of the padding token
+    ids = [row["input_ids"] for row in rows]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1)
     batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -809,22 +828,30 @@ def sum_over_constant(mask, max_new_tokens):
 AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_over_constant}
 
 
+def weights_of_conversations(mask, responses, average, max_new_tokens):
+    """(B, T) mask, (B,) the number of each row's response -> (B, T) weights. The conversations of
+    an agent together weigh as much as one response that has all of their tokens.
+
+    An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]. Its tokens are counted
+    by column, [2, 2, 1]; mean_of_tokens makes [0.4, 0.4, 0.2] of that; and each token gets its
+    share, 0.2, of what its column weighs."""
+    _, numbers = responses.unique(return_inverse=True)  # from 0, without gaps
+    counts = torch.zeros_like(mask[: numbers.max() + 1]).index_add(0, numbers, mask)
+    shares = average(counts, max_new_tokens) / counts.clamp(min=1)
+    return shares[numbers] * mask
+
+
 def weights_of_tokens(batch, cfg):
     """Returns the (B, T) weight of each token in the loss. Call it for the whole step, before
     microbatches are cut: the gradient then does not depend on how."""
     mask = batch["response_mask"]
     if cfg.mask_truncated:
         mask = mask & batch["finished"]
-    mask = mask.float()
     average = AVERAGES[cfg.loss_average]
-    _, of_row = batch["response"][:, 0].unique(return_inverse=True)
-    n_responses = of_row.max() + 1
-    if n_responses == len(mask):
-        return average(mask, cfg.max_new_tokens)
-    # Agents with several conversations: their rows together weigh as much as one response
-    counts = torch.zeros_like(mask[:n_responses]).index_add(0, of_row, mask)
-    weights = average(counts, cfg.max_new_tokens) / counts.clamp(min=1)
-    return weights[of_row] * mask
+    responses = batch["response"][:, 0]
+    if len(responses.unique()) == len(mask):  # each row is a response
+        return average(mask.float(), cfg.max_new_tokens)
+    return weights_of_conversations(mask.float(), responses, average, cfg.max_new_tokens)
 
 
 def keep_rows(batch, indices):
@@ -877,7 +904,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
         difference = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
-        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]  # for check_reference
+        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]  # for exact_kl
         stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
         stats["kl_forward"] = -(ref_log_p.exp() * difference).sum(dim=1)  # KL(reference || policy)
     return stats
@@ -927,6 +954,22 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
 
+def exact_kl(stats, cfg):
+    """Returns the (B, T) KL of an estimator in EXACT, or None for the others. It comes from the
+    logits. So InputError is raised where an edit has put other log-probs into the place of
+    stats["ref_log_probs"]: they would have no effect on it."""
+    log_ratio = stats.pop("log_ratio", None)
+    if log_ratio is None or cfg.kl_estimator not in EXACT:
+        return None
+    now = stats["log_probs"] - stats["ref_log_probs"]
+    if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise InputError(
+            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
+            "ref_logits in token_statistics, or use another estimator"
+        )
+    return stats[EXACT[cfg.kl_estimator]]
+
+
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
     return ESTIMATORS[estimator](policy_log_probs - ref_log_probs)
@@ -946,7 +989,7 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     if cfg.kl_gradient == "as_written":
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
-    value = compute_kl_divergence(d.clamp(-20, 20), 0.0, cfg.kl_estimator)  # exp(-d) may overflow
+    value = ESTIMATORS[cfg.kl_estimator](d.clamp(-20, 20))  # exp(-d) may overflow
     return add_gradient(value, pi_over_sampler * d * policy_log_probs)
 
 
@@ -955,19 +998,26 @@ def sum_to_go(kl, mask):
     return torch.where(mask, kl, 0.0).flip(1).cumsum(1).flip(1)
 
 
+def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
+    """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads. On
+    policy this is the gradient of the whole response's KL; "exact" has the least noise."""
+    later = (sum_to_go(kl, mask) - kl).detach()  # without its own
+    return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
+
+
 def estimates_for_log(d, pi_over_sampler):
     """(B, T) log-ratios -> {name: (B, T)} of each estimator. With these weights, means are over
     the policy's own samples."""
     estimates = {}
     for name in ESTIMATORS:
-        estimate = compute_kl_divergence(d.clamp(-20, 20), 0.0, name)
-        estimates[f"kl_{name}"] = pi_over_sampler * estimate
+        estimates[f"kl_{name}"] = pi_over_sampler * ESTIMATORS[name](d.clamp(-20, 20))
     return estimates
 
 
 def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """kl_in = "loss": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the
-    loss of each token; and (B, T) tensors for the log. vocab_kl: (B, T), for estimators in EXACT.
+    """(B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the loss of each token
+    with kl_in = "loss" and "loss_to_go"; and (B, T) tensors for the log, with "reward", too.
+    vocab_kl: (B, T), for estimators in EXACT.
 
     kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
@@ -978,17 +1028,14 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vo
         kl = sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
     d = (policy_log_probs - ref_log_probs).detach()
     charged = apply_term_rule(kl, d, mask, cfg)  # kl itself, without such a rule
+    if cfg.kl_in == "loss_to_go":
+        charged = add_gradient_of_later_kl(charged, policy_log_probs, pi_over_sampler, mask)
     metadata = {
         "kl_penalty_mean": kl,  # before a rule; of sampled tokens as they are, without weights
         "adaptive_kl/adapted_kl": charged,
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
         **estimates_for_log(d, pi_over_sampler),
     }
-    if cfg.kl_in == "loss_to_go":
-        # Token t also pays for the later KL to which it leads. On policy this is the gradient of
-        # the whole response's KL; "exact" has the least noise.
-        later = (sum_to_go(charged, mask) - charged).detach()
-        charged = add_gradient(charged, pi_over_sampler * later * policy_log_probs)
     return charged, metadata
 
 
@@ -997,14 +1044,14 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
     the advantage of each token, as if each token had a reward of -beta * KL.
 
     A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
-    the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL.
-    With a term rule each token pays for the whole response, since what a rule makes of a token may
-    depend on those after it."""
+    the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL."""
     d = (sampler_log_probs - ref_log_probs).detach()
-    kl = compute_kl_divergence(d, 0.0, cfg.kl_estimator)
+    kl = ESTIMATORS[cfg.kl_estimator](d)
     to_go = sum_to_go(apply_term_rule(kl, d, mask, cfg), mask)
     if rule_among(TERM_RULES, cfg) is not None:
-        return to_go[:, :1].expand_as(to_go)  # the first column has the sum of the row
+        # What a rule makes of a token may depend on those after it, so that each token pays for the
+        # whole response. The first column has the sum of the row.
+        return to_go[:, :1].expand_as(to_go)
     return to_go
 
 
@@ -1070,17 +1117,6 @@ def compute_loss(
     return loss + kl_loss, means_for_log({**kl_metadata, **metadata}, mask)
 
 
-def check_reference(stats, log_ratio):
-    """For estimators in EXACT, whose KL comes from the logits: raises InputError where an edit has
-    replaced stats["ref_log_probs"], which would have no effect."""
-    now = stats["log_probs"] - stats["ref_log_probs"]
-    if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise InputError(
-            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
-            "ref_logits in token_statistics, or use another estimator"
-        )
-
-
 NO_SCALING = torch.amp.GradScaler(enabled=False)
 
 
@@ -1098,21 +1134,16 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     old_log_probs = microbatch["old_log_probs"]
     sampler_log_probs = microbatch["sampler_log_probs"]
     stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
-    log_ratio = stats.pop("log_ratio", None)
-    vocab_kl = None
-    if log_ratio is not None and cfg.kl_estimator in EXACT:
-        check_reference(stats, log_ratio)
-        vocab_kl = stats[EXACT[cfg.kl_estimator]]
     loss, metadata = compute_loss(
-        microbatch["advantages"],
-        log_probs,
-        old_log_probs,
-        cfg.clip_range,
-        stats.get("ref_log_probs"),
-        kl_coef,
-        mask,
+        advantages=microbatch["advantages"],
+        policy_log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        clip_range=cfg.clip_range,
+        ref_log_probs=stats.get("ref_log_probs"),
+        kl_coef=kl_coef,
+        mask=mask,
         kl_settings=cfg,
-        vocab_kl=vocab_kl,
+        vocab_kl=exact_kl(stats, cfg),
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
@@ -1138,7 +1169,8 @@ def target(controller, cfg, kl, reward):
 # support/adaptive_rules.py adds more of both kinds; README_KL.md has how they fared.
 COEFFICIENT_RULES = {"target": target}
 
-# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged, for example
+# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged. All of them are in
+# support/adaptive_rules.py; one of yours is
 #     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
 TERM_RULES = {}
 
@@ -1165,28 +1197,24 @@ class KLController:
     def __init__(self, kl_coef, settings, state=None):
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.start = kl_coef
-        self.given = kl_coef, settings.kl_coef  # as follow() saw them last
+        self.start = kl_coef  # for rules
         self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
+        if self.rule is None:
+            self.state["beta"] = kl_coef
 
     @property
     def beta(self):
-        return self.start if self.rule is None else self.state["beta"]
+        return self.state["beta"]
 
-    def follow(self, kl_coef):
-        """Goes on from another coefficient, if an edit of train() has changed its kl_coef, or that
-        of the settings. Without such an edit it does nothing."""
-        given = kl_coef, self.settings.kl_coef
-        for now, before in zip(given, self.given):
-            if now != before:
-                self.start = self.state["beta"] = now
-        self.given = given
-
-    def update(self, kl, reward):
-        """kl: of the step, nats per token; reward: its mean. If one is not finite, beta stays."""
+    def update(self, kl, reward, used=None):
+        """Returns the next beta. kl: of the step, nats per token; reward: its mean. used: the
+        coefficient in this step, if it was another. If kl or reward is not finite, beta stays."""
         self.state["step"] += 1
+        if used is not None:
+            self.state["beta"] = used
         if self.rule is not None and math.isfinite(kl + reward):
             self.state["beta"] = self.rule(self, self.settings, kl, reward)
+        return self.beta
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1288,14 +1316,20 @@ def mechanic(function):
     """Marks a function in whose place support/ may put another one, by an entry in MECHANICS."""
     name = function.__name__
     MECHANICS[name] = function
-    return functools.wraps(function)(lambda *inputs, **named: MECHANICS[name](*inputs, **named))
+
+    @functools.wraps(function)
+    def call(*inputs, **named):
+        return MECHANICS[name](*inputs, **named)
+
+    return call
 
 
 def find_support():
     """Returns the module support.attach, or None if that folder does not lie beside this file."""
     if not Path(__file__).with_name("support").is_dir():
         return None
-    own = sys.modules.get(__name__)  # under another name, if this is a copy
+    # support/ says `import starter`, and means this module, also if it is a copy with another name
+    own = sys.modules.get(__name__)
     if sys.modules.setdefault("starter", own) is not own:
         raise InputError(
             f"{__name__} and starter are both imported, and support/ serves one of them; import one"
@@ -1311,7 +1345,8 @@ def find_support():
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes: here all. support/ divides them
-    among processes, and leaves out those without a gradient; the log has means over the others."""
+    among processes, and leaves out rows without a gradient, of which the log's means then know
+    nothing."""
     return batch
 
 
@@ -1390,7 +1425,8 @@ def start_decoding(policy, prompts):
         ids = torch.tensor([prompts[row] for row in rows], device=policy.device)
         groups.append(SimpleNamespace(rows=rows, ids=ids, cache=None))
     of_cache = name_of_cache(policy)
-    order = torch.tensor(sum(rows_of_length.values(), [])).argsort()  # the inverse permutation
+    # The logits come group after group: where those of each row are then
+    order = torch.tensor(sum(rows_of_length.values(), []), device=policy.device).argsort()
 
     def next_logits(tokens):
         logits = []
@@ -1409,7 +1445,7 @@ def start_decoding(policy, prompts):
             )
             group.cache = getattr(outputs, of_cache, None)
             logits.append(outputs.logits[:, -1])
-        return torch.cat(logits)[order.to(policy.device)]
+        return torch.cat(logits)[order]
 
     return next_logits
 
@@ -1566,7 +1602,7 @@ class Run:
     def save(self, policy, optimizer):
         """Writes checkpoint_<step>.pt. The last two are kept."""
         check_can_be_read_back(self.state)
-        content = {**checkpoint_of(policy, optimizer), "state": self.state}
+        content = {**checkpoint_of(policy, optimizer), "state": self.state}  # by all processes
         if not self.writes_files:
             return
         self.writer.flush()
@@ -1708,7 +1744,7 @@ def check_sampler(diff, step, first_diff, cfg):
         limit = 0.1 if cfg.engine == "vllm" else 1.0
         if first_diff is not None:
             limit = 4 * first_diff + (2e-3 if cfg.precision == "float32" else 0.02)
-    if not diff <= limit:
+    if not diff <= limit:  # or it is nan
         raise RunStopped(
             f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token (limit "
             f"{limit:.2g}): the sampler has stale or other weights, or draws otherwise; if on "
@@ -1735,6 +1771,7 @@ def train(
         state["after"] = metrics
 
     controller = KLController(kl_coef, cfg, state["controller"])
+    kl_coef = controller.beta
     trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     n_steps = state.setdefault("n_steps", cfg.n_train_steps)
@@ -1754,7 +1791,8 @@ def train(
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
         # 1. Sample a group of responses to each prompt with the current policy. It is in eval mode,
-        # here and in the update: with dropout the log-probs of the two would differ.
+        # here and in the update, but for the wrappers of layers that checkpointing runs again: with
+        # dropout the log-probs of the two would differ.
         start = time.perf_counter()
         asked = problems_of_step(problems.train, step - 1, n_prompts, cfg.seed)
         n = cfg.group_size
@@ -1779,15 +1817,16 @@ def train(
         # 4. One optimiser step per epoch over the whole rollout.
         run.in_update = True
         set_learning_rate(optimizer, step, n_steps, cfg)
-        of_update = {}  # sums over the epochs
-        for epoch in range(cfg.epochs_per_rollout):
-            controller.follow(kl_coef)  # in case that an edit has changed it
-            beta = controller.beta
+        totals = {}  # for the log
+        n_epochs = 0  # less than epochs_per_rollout, if one is skipped
+        for _ in range(cfg.epochs_per_rollout):
+            beta = kl_coef
             sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
             check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
             scaler.unscale_(optimizer)
             sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
-            add_scaled(of_update, sums, 1.0)
+            add_scaled(totals, sums, 1.0)
+            n_epochs += 1
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments would still move weights
                 scaler.step(optimizer)
@@ -1798,9 +1837,9 @@ def train(
                 print(f"Warning: step {step} is skipped: loss or gradient is not finite")
                 break
             if ref_model is not None:
-                controller.update(sums["kl_per_token"], metrics["reward_mean"])
-        of_update = {name: total / (epoch + 1) for name, total in of_update.items()}
-        metrics = joined(metrics, of_update)
+                kl_coef = controller.update(sums["kl_per_token"], metrics["reward_mean"], beta)
+        means = {name: total / n_epochs for name, total in totals.items()}
+        metrics = joined(metrics, means)
         state.setdefault("first_diff", metrics["sampler_logprob_diff"])
         state["step"] = step
         state["controller"] = controller.state
@@ -1941,7 +1980,7 @@ def check_settings(cfg):
 def save_model(run, policy, tokenizer):
     """Writes the run's folder model/, as Hugging Face lays it out, with the problems of other
     skills for whoever goes on training it."""
-    weights = dict(weights_by_name(policy))
+    weights = dict(weights_by_name(policy))  # by all processes together
     if not run.writes_files:
         return
     with written_whole(run.folder / "model", weights) as unfinished:
@@ -1989,7 +2028,7 @@ def main(
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
-    reproduce_paper=False,  # True: run KL terms that are refused, since their gradient is wrong
+    reproduce_paper=False,  # True: run what is refused, since it has a wrong gradient
     # Read by the rules of adaptive KL alone, in section 9b and support/adaptive_rules.py
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token
@@ -2020,7 +2059,7 @@ def main(
         sys.stdout.reconfigure(errors="replace")
     support = find_support()
     if support:  # checks the kind and range of each setting, and chooses preset="auto"
-        support.check_settings(cfg)
+        support.begin(cfg)
     elif model_id is None or task is None:
         raise InputError("support/ is not here, so give --model_id ID --task FILE.jsonl")
     else:
@@ -2047,7 +2086,7 @@ def main(
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # adds LoRA's adapters, and puts its mechanics in place
+    if support:  # adds LoRA's adapters, with whose reference; and puts its mechanics in place
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         limit_logits(policy, cfg)

@@ -111,7 +111,7 @@ def whole_log_softmax(model, response, temperature=1.0):
 # The quick tests
 
 LOSS_OF_STEP = 'loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()'
-MASK = "torch.cat([of_prompt, ~log_probs.isnan()])"
+MASK = "torch.cat([prompt_zeros, ~log_probs.isnan()])"
 SCALED = (
     "    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays\n"
 )
@@ -121,7 +121,7 @@ CHANGES = {  # name: a text of starter.py, what stands in its place, the quick t
     "sign of the loss": ("loss = -torch.minimum(", "loss = torch.minimum(", "test_step"),
     "labels not shifted": ('"labels": ids[1:]', '"labels": ids[:-1]', "test_step"),
     "mask too early": (MASK, MASK + ".roll(-1)", "test_step"),
-    "mask too late": (MASK, "torch.cat([of_prompt, torch.arange(n)])", "test_step"),
+    "mask too late": (MASK, "torch.cat([prompt_zeros, torch.arange(n)])", "test_step"),
     "KL swapped": (DIFFERENCE, DIFFERENCE.replace("= (", "= -("), "test_kl_gradient"),
     "exact KL swapped": ("(log_p.exp() * diff", "(-ref_log_p.exp() * diff", "test_kl_gradient"),
     "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),
@@ -210,7 +210,7 @@ def test_seeds_of_runs_steps_and_purposes_differ_and_seed_the_global_generators(
 
     def drawn(seed, purpose):  # the last two by a reward of yours
         return (
-            starter.seed_for(cfg_with(seed=seed), purpose),
+            starter.seed_everything(cfg_with(seed=seed), purpose),
             random.random(),
             torch.rand(()).item(),
         )

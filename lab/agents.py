@@ -23,6 +23,13 @@ async def second_try(problem, ask):
     return 0.8 if starter.score_answer(await ask(problem["prompt"]), problem) == 1 else 0.1
 
 
+async def answer_at_once(problem, ask):
+    """For models that write no answer tags: the first one stands there already."""
+    begun = [{"role": "user", "content": problem["prompt"]}]
+    begun += [{"role": "assistant", "content": "<answer>"}]
+    return starter.score_answer("<answer>" + await ask(begun), problem)
+
+
 async def one_turn(problem, ask):
     return starter.score_answer(await ask(problem["prompt"]), problem)
 
@@ -44,7 +51,7 @@ def started():
     """-> policy, tokenizer, problems and settings of the built-in model, with its mechanics."""
     support = starter.find_support()
     cfg = starter.cfg_with(preset="tiny", device="cpu", precision="float32", out_dir="runs")
-    support.check_settings(cfg)
+    support.begin(cfg)
     starter.apply_preset(cfg)
     starter.choose_device(cfg)
     cfg.max_new_tokens = 60

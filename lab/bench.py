@@ -90,7 +90,7 @@ def chosen(settings):
     import starter
 
     cfg = starter.cfg_with(**settings)
-    starter.find_support().check_settings(cfg)
+    starter.find_support().begin(cfg)
     starter.apply_preset(cfg)
     starter.choose_device(cfg)
     return cfg

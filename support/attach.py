@@ -23,7 +23,7 @@ from support.rewards import awaited  # noqa: F401
 from support.tasks import read_rows  # noqa: F401
 
 
-def check_settings(cfg):
+def begin(cfg):
     """1. Before anything else: that each setting is of its kind; and the processes that torchrun
     started. Raises InputError."""
     edits.restore()  # after an earlier run of this process

@@ -22,6 +22,14 @@ from support.safely import safely
 HELD = contextlib.ExitStack()
 HANDLERS = contextlib.ExitStack()
 
+# Settings that are read before the first step alone: what to change in a step instead
+READ_ONCE = {
+    "kl_coef": "kl_coef in train()",
+    "learning_rate": "learning_rate_schedule",
+    "weight_decay": "optimizer.param_groups",
+    "rollout_batch_size": "n_prompts in train()",
+}
+
 
 def close():
     """Gives back what an earlier run of this process held. Only the main thread may do so with
@@ -63,6 +71,7 @@ class Guards:
         self.signal = 0  # the number of the first one that this process got
         self.ended = set()  # what looked on until it failed
         self.said = []  # the signs of the last evaluation that were warned of
+        self.settings = {name: getattr(run.cfg, name) for name in READ_ONCE}
         lock(run)
         if run.writes_files:
             shutil.copyfile(
@@ -106,6 +115,7 @@ class Guards:
         self.look("the log of more numbers", self.log_step, step, metrics, responses, microbatches)
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
         self.look("the warnings of steps", self.warn, *signs)
+        self.look("the settings", self.say_what_was_changed, step)
         asked = max(ranks.gather([self.signal]))
         if asked:  # 0 would undo a signal that came while they gathered; the next step sees it
             self.signal = asked
@@ -116,6 +126,17 @@ class Guards:
         self.said.clear()
         signs = evaluation_signs, metrics, self.run.state, step, self.run.cfg
         self.look("the warnings of evaluations", self.warn, *signs)
+
+    def say_what_was_changed(self, step):
+        """Says which settings an edit has changed where they are not read again: once each."""
+        for name, before in self.settings.items():
+            now = getattr(self.run.cfg, name)
+            if now != before:
+                self.settings[name] = now
+                print(
+                    f"Warning: step {step}: cfg.{name} was changed to {now}, without effect, since "
+                    f"it was read before; change {READ_ONCE[name]}"
+                )
 
     def warn(self, signs_of, *arguments):
         """Prints each warning once in a run."""

@@ -402,19 +402,9 @@ AVERAGES = {
     ),
     coefficient_changed_in_the_loop=Edit(
         {
-            "            controller.follow(kl_coef)": """\
+            "            beta = kl_coef\n": """\
             kl_coef = 0.3 * step
-            controller.follow(kl_coef)"""
-        },
-        with_exact_kl,
-        KL,
-        check=coefficient_rises,
-    ),
-    coefficient_changed_in_the_settings=Edit(
-        {
-            "        run.in_update = True\n": """\
-        cfg.kl_coef = 0.3 * step
-        run.in_update = True
+            beta = kl_coef
 """
         },
         with_exact_kl,

@@ -31,7 +31,7 @@ def typed(text, **changes):
 def chosen(text, **changes):
     """The same after presets are applied."""
     cfg = typed(text, **changes)
-    attach.check_settings(cfg)
+    attach.begin(cfg)
     starter.apply_preset(cfg)
     return cfg
 
@@ -114,7 +114,7 @@ def test_unusual_and_right_setting_is_taken(text):
 def test_preset_follows_model_and_device(monkeypatch, text, has_gpu, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     cfg = typed(text)
-    attach.check_settings(cfg)
+    attach.begin(cfg)
     assert cfg.preset == expected
 
 
@@ -277,7 +277,7 @@ def test_model_that_a_run_saved_has_its_preset(checkpoint, tmp_path, preset):
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "settings.json").write_text(json.dumps({"preset": preset}))
     cfg = typed("--device cpu", model_id=str(tmp_path / "model"))
-    attach.check_settings(cfg)
+    attach.begin(cfg)
     assert cfg.preset == (preset if preset == "smollm2" else "qwen3-1.7b")
 
 

@@ -307,7 +307,7 @@ def test_numbers_that_a_reward_draws_depend_on_seed_and_step_alone():
     cfg = starter.cfg_with(seed=3)
     drawn = []
     for purpose in (7, 8, 7):
-        starter.seed_for(cfg, purpose)
+        starter.seed_everything(cfg, purpose)
         drawn.append((random.random(), numpy.random.rand(), torch.rand(1).item()))
     assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 

@@ -223,6 +223,12 @@ def says_what_no_checkpoint_holds(starter, given, printed):
         assert "1 of the optimiser's parameters are none of the policy's" in printed()
 
 
+def says_that_it_was_read_before(starter, given, printed):
+    starter.main(**given)
+    if starter.find_support():
+        assert printed().count("cfg.kl_coef was changed to 0.6, without effect") == 1
+
+
 def says_that_the_reference_changed(starter, given, printed):
     folder = starter.main(**{**given, "n_train_steps": 2})["run_folder"]
     if starter.find_support():
@@ -338,6 +344,12 @@ EDITS = dict(
         refused("ref_log_probs were changed, which kl_estimator = 'exact' does not read"),
         **KL,
         kl_estimator="exact",
+    ),
+    coefficient_changed_in_the_settings=Edit(
+        {STEP: "        cfg.kl_coef = 0.3 * min(step, 2)\n" + STEP},
+        says_that_it_was_read_before,
+        **KL,
+        n_train_steps=3,
     ),
     moving_reference=Edit(
         {STEP: MOVING_REFERENCE}, says_that_the_reference_changed, **KL, n_train_steps=3
