@@ -11,7 +11,7 @@ Settings may also name a "recipe", or several as in "a+b", which are applied bef
 "edits", {file: {a text of it: what is put in its place}}; and an "environment", variables of its
 process. "agent" is the name of one in lab/agents.py. In the place of a model's name may stand the
 settings of another run, whose model is taken, or {"sizes": ...} of one that lab.build_tiny builds.
-The task "skills" asks for the other skills in training.
+The task "skills" asks for the other skills in training, and "sort.jsonl" is README's example of data.
 
 "kept" is the mean of the four other skills, or the share of the questions that SmolLM2 still
 answers. A curve has a value for each evaluation; that of the nats per token between sampler and
@@ -21,6 +21,7 @@ trainer has one for each tenth of the steps.
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -38,6 +39,15 @@ print("\\n" + json.dumps(sweep.train(*json.loads(sys.argv[1]))))
 """
 
 
+def write_readmes_data(path):
+    """By the program in README.md, whose numbers are drawn from one seed here."""
+    text = (REPOSITORY / "README.md").read_text("utf-8")
+    [program] = re.findall(r'python -c "(.*?)" > sort.jsonl', text, re.DOTALL)
+    program = "import random\nrandom.seed(0)\n" + program
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    path.write_bytes(done.stdout)
+
+
 def run(settings, seed, out_dir):
     """Runs main() in this process. Returns its result."""
     import starter
@@ -52,6 +62,9 @@ def run(settings, seed, out_dir):
         chosen["model_id"] = str(real_model.model_folder())
     if chosen.get("task") == "skills":
         chosen["task"] = skills
+    if chosen.get("task") == "sort.jsonl":
+        chosen["task"] = str(Path(out_dir, "sort.jsonl"))
+        write_readmes_data(Path(chosen["task"]))
     if "agent" in chosen:
         chosen["agent"] = getattr(agents, chosen["agent"])
     for name in ("model_id", "ref_model_id"):
@@ -118,7 +131,8 @@ def run_one(settings, seed, threads):
     with tempfile.TemporaryDirectory() as folder:
         for part in ("support", "lab"):
             shutil.copytree(REPOSITORY / part, Path(folder, part))
-        shutil.copy(REPOSITORY / "starter.py", folder)
+        for name in ("starter.py", "README.md"):
+            shutil.copy(REPOSITORY / name, folder)
         for name in filter(None, recipes):
             patch = REPOSITORY / "recipes" / f"{name}.patch"
             subprocess.run(["git", "apply", patch], cwd=folder, check=True)
