@@ -11,7 +11,7 @@ Settings may also name a "recipe", or several as in "a+b", which are applied bef
 "edits", {file: {a text of it: what is put in its place}}; and an "environment", variables of its
 process. "agent" is the name of one in lab/agents.py. In the place of a model's name may stand the
 settings of another run, whose model is taken, or {"sizes": ...} of one that lab.build_tiny builds.
-The task "skills" asks for the other skills in training, and "sort.jsonl" is README's example of data.
+The task "skills" asks for the other skills in training, "sort.jsonl" is README's example of data.
 
 "kept" is the mean of the four other skills, or the share of the questions that SmolLM2 still
 answers. A curve has a value for each evaluation; that of the nats per token between sampler and
