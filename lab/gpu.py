@@ -1,32 +1,43 @@
 """What this project does on one NVIDIA GPU -> lab/results/gpu_update.csv, gpu_vllm.csv.
 
-    python -m lab.gpu              eight minutes; a second call goes on
+    python -m lab.gpu              first without vLLM, four minutes; where vLLM is installed, eight
     python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
     python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv
+    bash lab/pack_wheels.sh FOLDER packs what a machine without a network needs, in parts
 
 ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
 ended when its time is over, and is written as soon as it is there; all results are then copied to
 the folder that the variable OUT names, if it is set. One that fails leaves its reason in the column
 "error". Rows that a file has, of this card and commit, are skipped, and those with vLLM where it is
-not installed. Qwen3 and SmolLM2 are their shapes, with random weights and rewards. GB are the most
-that torch's tensors took, vLLM's included; share is share_of_peak of support/gpu.py, which counts
-4 % more than the rows of commit 375db7f did.
+not installed. Qwen3 is its shape, with random weights and rewards; SmolLM2 is lab/real_model.py's.
+gb are the most that torch's tensors took, vLLM's included; retries, how often the allocator gave
+memory back and asked again; share is share_of_peak of support/gpu.py, which counts 4 % more than
+the rows of commit 375db7f did.
 
 gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens. shipped:
 as it is without vLLM, where support/gpu.py changes nothing; 1: layers compiled; 2: statistics
-compiled; 3: microbatches of 8,192 tokens instead of 4,096. The head multiplies 16 bits and adds up
-in float32; at commit 375db7f that was a part of 2, and "shipped" had TF32. Parts are timed one by
-one, each with its backward pass; head_s is what is left, and held the statistics before. logp and
-gradient: how far a row is from "shipped" (plain), and from float32.
+compiled; 3: microbatches of 8,192 tokens instead of 4,096, which is what runs beside vLLM; then of
+16,384 tokens, with what torch's activation_memory_budget may keep of the layers. The head
+multiplies 16 bits and adds up in float32; at commit 375db7f that was a part of 2, and "shipped" had
+TF32. Parts are timed one by one, each with its backward pass; head_s is what is left, and held the
+statistics before. kernels_s: the sum over all kernels of an update, which is below s where the card
+waits. logp and gradient: how far a row is from "shipped" (plain), and from float32. T4: attention
+of heads that share keys with the kernels that such a card has, as torch takes them, and with
+repeated keys. overflow: fp16 with a gradient of inf in step 2.
 
-gpu_vllm.csv: seconds are means without the first step. "sync" scales weights and hands them over:
-diff is in nats between sampler and trainer, stale before and then after; greedy_same is the share
-of greedy tokens that are the trainer's best, too; same_twice, whether prompts asked again get the
-same responses.
+gpu_vllm.csv: seconds are means without the first step; gc_s are those of Python's collector. "sync"
+scales weights and hands them over: diff is in nats between sampler and trainer, stale before and
+then after; greedy_same is the share of greedy tokens that are the trainer's best, too; same_twice,
+whether prompts asked again get the same responses. "frozen" is a sampler that keeps its weights:
+found, the step in which a run ends for that. "engine": seconds of a rollout of 128 responses, and
+without seeds, without log-probs, with flat ones, and of 64 and 256. "learns": how many seconds of
+steps it takes until 75 % are solved. "agents": 64 with tools of 50 ms, and without their time.
+TRL: GRPOTrainer with vLLM in the same process, and the same work.
 """
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -44,7 +55,7 @@ import starter  # before torch, for which it sets variables
 
 import torch
 
-from lab import bench, rows
+from lab import agents, bench, real_model, rows
 from support import fast, gpu, memory
 
 ON_GPU = torch.cuda.is_available()
@@ -78,6 +89,7 @@ def columns_of_all(share, policy, cfg):
         if cfg.engine == "vllm" and cfg.gpu_mem_util < 1:
             row["formula_gb"] += cfg.gpu_mem_util * torch.cuda.mem_get_info()[1] / 1e9
         row["gb"] = torch.cuda.max_memory_allocated() / 1e9
+        row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         row["share"] = share
     return row
 
@@ -103,6 +115,9 @@ def turn_on(switches, policy):
         gpu.compile_layers(policy)
     if "statistics" in switches:
         gpu.compile_statistics()
+    for switch in switches:
+        if isinstance(switch, float):  # of what a layer keeps for the backward pass, 1: everything
+            torch._functorch.config.activation_memory_budget = switch
 
 
 def made_up_batch(policy, problems, cfg):
@@ -177,6 +192,10 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
         "statistics_s": seconds_of(statistics_twice, 4) * n_answered / n,
         "optimiser_s": seconds_of(optimise, 4),  # of the gradient that layers() left
     }
+    with torch.profiler.profile() as seen:
+        update()
+    kernels = [kernel for kernel in seen.events() if kernel.device_type.name == "CUDA"]
+    row["kernels_s"] = sum(kernel.self_device_time_total for kernel in kernels) / 1e6
     return {**row, **parts, "head_s": s - sum(parts.values())}
 
 
@@ -193,7 +212,64 @@ def measure_profile(switches, policy, optimizer, llm, problems, cfg, go_on):
     return {"waits": sum(kernel.count for kernel in kernels if "Synchronize" in kernel.key)}
 
 
+def measure_attention(switches, policy, optimizer, llm, problems, cfg, go_on):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    attention = policy.model.layers[0].self_attn
+    n = 512 if ON_GPU else 16
+    heads, shared = policy.config.num_attention_heads, policy.config.num_key_value_heads
+    size = dict(device=policy.device, dtype=torch.float16 if ON_GPU else torch.float32)
+    query = torch.randn(8, heads, n, attention.head_dim, **size, requires_grad=True)
+    key = torch.randn(8, shared, n, attention.head_dim, **size, requires_grad=True)
+    row = {}
+    ways = {"as_it_is": sdpa_attention_forward, "repeated": gpu.attention_with_repeated_keys}
+    for name, attend in ways.items():
+
+        def call():
+            with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                attend(attention, query, key, key, None)[0].sum().backward()
+
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        row[f"{name}_s"] = seconds_of(call, 4)
+        if ON_GPU:
+            row[f"{name}_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
+
+
+def measure_overflow(switches, policy, optimizer, llm, problems, cfg, go_on):
+    steps = []
+    add_up = starter.add_up_gradients
+    head = policy.get_output_embeddings().weight
+
+    def overflows(policy, microbatches, cfg, ref_model, kl_coef, scaler):
+        sums = add_up(policy, microbatches, cfg, ref_model, kl_coef, scaler)
+        steps.append(scaler.get_scale())
+        if len(steps) == 2:
+            head.grad[0, 0] = torch.inf
+        return sums
+
+    starter.add_up_gradients = overflows
+    go_on()
+    return {"scales": " ".join(f"{scale:g}" for scale in steps)}
+
+
 # 3. Runs with vLLM.  The same.
+
+
+def seconds_of_collector():
+    """Returns a list that grows with the seconds of each run of Python's garbage collector."""
+    taken = []
+
+    def note(phase, info):
+        if phase == "start":
+            note.start = time.perf_counter()
+        else:
+            taken.append(time.perf_counter() - note.start)
+
+    gc.callbacks.append(note)
+    return taken
 
 
 def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
@@ -206,6 +282,7 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
         seconds_of(functools.partial(sync, *args))
     )
     gpu.share_of_peak = lambda *inputs: shares.append(share_of_peak(*inputs)) or shares[-1]
+    collected = seconds_of_collector()
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
     sync_s = statistics.median(syncs)
@@ -215,10 +292,12 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
         "generate_s": means["time/rollout"] - sync_s,
         "sync_s": sync_s,
         "update_s": means["time/total"] - means["time/rollout"],
+        "gc_s": sum(collected) / len(steps),
         "sampler_diff": means["sampler_logprob_diff"],
     }
     if cfg.reward is not bench.noise:
         row["solved"] = solved[-1]
+        row["curve_solved"] = " ".join(f"{value:.3g}" for value in solved)
     share = statistics.mean(found.get("share_of_peak", 0.0) for found in shares[1:] or [{}])
     return row | columns_of_all(share, policy, cfg)
 
@@ -252,6 +331,85 @@ def measure_sync(switches, policy, optimizer, llm, problems, cfg, go_on):
     return {**row, "same_twice": again == responses}
 
 
+def measure_frozen(switches, policy, optimizer, llm, problems, cfg, go_on):
+    from support import engines
+
+    engines.load_weights_in_worker = lambda worker, weights: None
+    steps = []
+    starter.log_train = lambda run, step, metrics: steps.append(step)
+    try:
+        go_on()
+    except starter.RunStopped:
+        return {"found": len(steps) + 1}
+    return {"found": "no"}
+
+
+def measure_engine(switches, policy, optimizer, llm, problems, cfg, go_on):
+    from vllm import SamplingParams
+
+    def seconds(n, **changes):
+        usual = dict(temperature=1.0, max_tokens=cfg.max_new_tokens, ignore_eos=True, logprobs=0)
+        prompts = [problems.train[i // 8]["prompt_ids"] for i in range(n)]
+        params = [
+            SamplingParams(**{**usual, "detokenize": False, "seed": i, **changes}) for i in range(n)
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        starter.forget_prompts(llm)
+        return seconds_of(lambda: llm.generate(prompts, params, use_tqdm=False), 3)
+
+    n = cfg.rollout_batch_size
+    return {
+        "s": seconds(n),
+        "without_seeds_s": seconds(n, seed=None),
+        "without_logprobs_s": seconds(n, logprobs=None),
+        "flat_logprobs_s": seconds(n, flat_logprobs=True),
+        "half_s": seconds(n // 2),
+        "twice_s": seconds(2 * n),
+    }
+
+
+def measure_agents(switches, policy, optimizer, llm, problems, cfg, go_on):
+    row = {}
+    for name, seconds in (("tools_s", 0.05), ("without_s", 0.0)):
+
+        def rollout():
+            agent = agents.three_turns(seconds)
+            starter.rollout(policy, llm, problems.train[:8], cfg, 1, 8, 1.0, agent)
+
+        row[name] = seconds_of(rollout, 4)
+    return row
+
+
+def measure_learning(switches, policy, optimizer, llm, problems, cfg, go_on):
+    """Until three quarters are solved, of which the seconds of evaluations are no part."""
+    row, seconds = {}, []
+    starter.log_train = lambda run, step, metrics: seconds.append(metrics["time/total"])
+    log_eval = starter.log_eval
+
+    def until(run, step, metrics):
+        run.stop = metrics["solved"] >= 0.75
+        row.setdefault("curve_solved", "")
+        row["curve_solved"] += f"{100 * metrics['solved']:.3g} "
+
+    starter.log_eval = until
+    go_on()
+    starter.log_eval = log_eval
+    return {**row, "steps": len(seconds), "s": sum(seconds)}
+
+
+def columns_of_trl(settings, trl):
+    """TRL's trainer on the same work. Not called in the place of train()."""
+    settings = {"device": "cuda" if ON_GPU else "cpu", "save_every": 0, **settings}
+    cfg = bench.chosen(settings)
+    at_once = min(trl.pop("rows"), cfg.rollout_batch_size)
+    log = bench.train_with_trl({"eval_every": 0, **settings}, at_once, **trl)
+    row = {name: statistics.mean(values) for name, values in bench.phases(log).items() if values}
+    row["curve_solved"] = " ".join(f"{100 * solved:.3g}" for _, solved in log["eval/solved"])
+    if ON_GPU:
+        row["gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
+
+
 # 4. Rows.
 
 
@@ -262,33 +420,75 @@ def long_problems(cfg):
     return problems[8:], problems[:8]
 
 
-# Settings of main(), and: shape, switches, limit_gb (memory that may be used), eager (vLLM
-# compiles nothing, which would take a minute)
+def gsm8k(cfg):
+    """A task: the first of README's other data, from the folder shared/ if it is there."""
+    folder = rows.REPOSITORY / "shared" / "data" / "gsm8k"
+    if not folder.is_dir():
+        folder = rows.REPOSITORY.parent / "shared" / "data" / "gsm8k"
+    [train], [test] = sorted(folder.glob("*train*")), sorted(folder.glob("*test*"))
+    read = starter.read_problems
+    asked = [{**problem, "last_number": True} for problem in read(train) + read(test)[:200]]
+    return asked[:-200], asked[-200:]
+
+
+# Settings of main(), and: shape, or pretrained; switches; trl, options of its trainer; limit_gb
+# (memory that may be used); eager (vLLM compiles nothing, which would take a minute); environment
 RANDOM = dict(task=long_problems, reward=bench.noise, precision="bf16", n_train_steps=4)
 UPDATE = RANDOM | dict(shape="Qwen3-1.7B", preset="qwen3-1.7b", engine="transformers")
 BOTH = UPDATE | dict(switches=["layers", "statistics"])
+LARGE = UPDATE | dict(max_tokens_per_microbatch=16_384)
+IN_24_GB = LORA | dict(frozen_in_bf16=True, limit_gb=24)
 QWEN = UPDATE | dict(engine="vllm")
-SYNC = QWEN | dict(eager=True, max_new_tokens=48)
+SYNC = QWEN | dict(max_new_tokens=48)
+TRL = QWEN | dict(trl=dict(rows=16))
+WITHOUT_CORRECTION = dict(vllm_importance_sampling_correction=False)
+SMOLLM2 = dict(engine="vllm", preset="smollm2", precision="bf16", pretrained=True, eval_every=5)
+BATCH_INVARIANT = dict(environment={"VLLM_BATCH_INVARIANT": "1"})
+EXPANDABLE = dict(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 ROWS = {
+    "1+2+3": (measure_update, BOTH | dict(max_tokens_per_microbatch=8_192)),
     "shipped": (measure_update, UPDATE),
+    "16,384, budget 0.5": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.5])),
+    "16,384, budget 0.7": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.7])),
+    "16,384, budget 1": (measure_update, LARGE | dict(switches=["layers", "statistics", 1.0])),
+    "LoRA, 24 GB, 4,096 again": (measure_update, UPDATE | IN_24_GB | CHECKPOINTING),
+    "LoRA, 24 GB, 1,024": (
+        measure_update,
+        UPDATE | IN_24_GB | dict(max_tokens_per_microbatch=1_024),
+    ),
+    "overflow": (measure_overflow, UPDATE | dict(shape="small", precision="fp16")),
+    "T4": (measure_attention, UPDATE),
     "1": (measure_update, UPDATE | dict(switches=["layers"])),
     "1+2": (measure_update, BOTH),
-    "1+2+3": (measure_update, BOTH | dict(max_tokens_per_microbatch=8_192)),
-    "built-in": (measure_run, dict(engine="vllm", preset="tiny", precision="bf16")),
+    "profile": (measure_profile, UPDATE),
     "sync, tied": (measure_sync, SYNC | dict(shape="small")),
     "sync, untied": (measure_sync, SYNC | dict(shape="small, untied")),
+    "frozen": (measure_frozen, SYNC | dict(shape="small")),
     "Qwen3-1.7B": (measure_run, QWEN),
-    "Qwen3-1.7B, fp16": (measure_run, QWEN | dict(precision="fp16")),
-    "Qwen3-1.7B, 24 GB": (
-        measure_run,
-        QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=3, eager=True),
+    "Qwen3-1.7B, expandable": (measure_run, QWEN | EXPANDABLE),
+    "TRL, 16 rows": (columns_of_trl, TRL),
+    "TRL, 32 rows": (columns_of_trl, TRL | dict(trl=dict(rows=32))),
+    "TRL, 16 rows, uncorrected": (
+        columns_of_trl,
+        TRL | dict(trl=dict(rows=16) | WITHOUT_CORRECTION),
     ),
-    "profile": (measure_profile, UPDATE),
-    "SmolLM2": (measure_run, QWEN | dict(shape="SmolLM2-135M", preset="smollm2")),
+    "SmolLM2 learns": (measure_learning, SMOLLM2),
+    "TRL, SmolLM2": (columns_of_trl, SMOLLM2 | dict(trl=dict(rows=64) | WITHOUT_CORRECTION)),
+    "GSM8K": (
+        measure_run,
+        SMOLLM2 | dict(task=gsm8k, max_new_tokens=256, n_train_steps=30, eval_every=10),
+    ),
+    "engine": (measure_engine, QWEN),
+    "24 GB, cache 3": (measure_run, QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=3)),
+    "24 GB, cache 6": (measure_run, QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=6)),
+    "sync, batch invariant": (measure_sync, SYNC | BATCH_INVARIANT | dict(shape="small")),
+    "agents": (measure_agents, SYNC | dict(shape="small", max_new_tokens=200)),
+    "built-in": (measure_run, dict(engine="vllm", preset="tiny", precision="bf16")),
+    "Qwen3-1.7B, fp16": (measure_run, QWEN | dict(precision="fp16")),
 }
 REHEARSAL = dict(n_train_steps=2, rollout_batch_size=16, max_new_tokens=12, n_eval_problems=8)
 SECONDS = 150  # that a row may take
-ALL_SECONDS = 480
+ALL_SECONDS = {"gpu_update": 240, "gpu_vllm": 480}  # those of a call
 
 
 class Done(Exception):
@@ -302,6 +502,12 @@ def measure(name, models, is_rehearsal):
     shape = settings.pop("shape", None)
     switches = settings.pop("switches", [])
     limit_gb = settings.pop("limit_gb", None)
+    trl = settings.pop("trl", None)
+    settings.pop("environment", None)
+    if settings.pop("pretrained", False) and is_rehearsal:
+        shape = "small"
+    elif "preset" in settings and settings["preset"] == "smollm2":
+        settings["model_id"] = str(real_model.model_folder())
     if is_rehearsal:
         settings |= REHEARSAL
         torch.compiler.set_stance("force_eager")
@@ -317,10 +523,19 @@ def measure(name, models, is_rehearsal):
     if limit_gb is not None and ON_GPU:
         share = limit_gb * 1e9 / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(share)
-    if settings.pop("eager", False):
-        import vllm
+    if trl is None:
+        columns = columns_in_main(function, switches, settings)
+    else:
+        columns = columns_of_trl(settings, trl)
+    for column, value in columns.items():
+        if isinstance(value, float):
+            columns[column] = float(f"{value:.3g}")
+    print("\nresult", json.dumps(columns), flush=True)
+    os._exit(0)  # vLLM and compiling leave threads that may wait
 
-        vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
+
+def columns_in_main(function, switches, settings):
+    """Calls the function in the place of train()."""
     train = starter.train
     columns = {}
 
@@ -333,19 +548,21 @@ def measure(name, models, is_rehearsal):
     starter.train = train_and_measure
     starter.Run.save = lambda *args: None
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Done):
-        starter.main(out_dir=folder, eval_every=0, **settings)
-    for column, value in columns.items():
-        if isinstance(value, float):
-            columns[column] = float(f"{value:.3g}")
-    print("\nresult", json.dumps(columns), flush=True)
-    os._exit(0)  # vLLM and compiling leave threads that may wait
+        starter.main(out_dir=folder, **{"eval_every": 0, **settings})
+    return columns
 
 
-def columns_of(command, seconds):
+def columns_of(command, seconds, environment={}):
     """Runs a command, and ends it and what it started after some seconds. Returns the columns that
     it printed, or why there are none."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -363,17 +580,20 @@ def measure_all(is_rehearsal):
     begun = time.monotonic()
     place = rows.where() | {"machine": torch.cuda.get_device_name() if ON_GPU else "CPU"}
     has_vllm = importlib.util.find_spec("vllm") is not None
+    of_call = ALL_SECONDS["gpu_vllm" if has_vllm else "gpu_update"]
     with tempfile.TemporaryDirectory() as models:
         for name, (_, settings) in ROWS.items():
             file = "gpu_vllm" if settings["engine"] == "vllm" else "gpu_update"
             key = {"row": name, "error": "", "machine": place["machine"], "commit": place["commit"]}
             is_known = any(key.items() <= row.items() for row in rows.read_csv(file))
             passed = time.monotonic() - begun
-            left = SECONDS if is_rehearsal else ALL_SECONDS - passed
+            left = SECONDS if is_rehearsal else of_call - passed
             if is_known or left < 30 or file == "gpu_vllm" and not has_vllm:
                 continue
             command = [sys.executable, "-m", "lab.gpu", "--row", name, models]
-            columns = columns_of(command + ["--rehearse"] * is_rehearsal, min(left, SECONDS))
+            command += ["--rehearse"] * is_rehearsal
+            variables = settings.get("environment", {})
+            columns = columns_of(command, min(left, SECONDS), variables)
             print(f"{passed:.0f} s: {name}: {columns}", flush=True)
             if not is_rehearsal:
                 rows.append_rows(file, [{"row": name, **columns, **place}])

@@ -6,8 +6,10 @@ of Qwen3-1.7B on an H100, together with the head of support/engines.py (lab/resu
 """
 
 import re
+from types import SimpleNamespace
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import starter
 from support import edits, fast, presets
@@ -50,8 +52,35 @@ def enlarge_microbatches(cfg):
         cfg.max_tokens_per_microbatch *= 2
 
 
+def attention_with_repeated_keys(module, query, key, value, attention_mask, **more):
+    """transformers' attention interface. Cards before compute capability 8.0 have no fused kernel
+    for heads that share keys: torch would keep the scores of all pairs of tokens, of each head."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    module = SimpleNamespace(is_causal=module.is_causal, training=module.training)
+    attend = AttentionInterface()["sdpa"]
+    return attend(module, query, key, value, attention_mask, **more)
+
+
+AttentionInterface.register("repeated", attention_with_repeated_keys)
+AttentionMaskInterface.register("repeated", AttentionMaskInterface()["sdpa"])
+
+
+def choose_attention(models, device):
+    """Takes the kernels of torch that suit this card."""
+    # cuDNN's makes a plan, in up to a second, for each new shape of a microbatch. Importing vLLM
+    # turns it off, too.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    for model in models:
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            if model.config._attn_implementation == "sdpa":
+                model.set_attn_implementation("repeated")
+
+
 def attach(policy, ref_model, cfg):
     """Does this where it was measured. torch.compile needs what vLLM needs, too: a C compiler."""
+    if cfg.device.type == "cuda":
+        choose_attention(filter(None, [policy, ref_model]), cfg.device)
     RUN["parameters"] = sum(p.numel() for p in policy.parameters())
     is_plain = cfg.precision == "bf16" and not cfg.lora_rank and not cfg.gradient_checkpointing
     fits = "token_statistics" in edits.replaced_names()

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import starter
-from support import edits, engines, fast, gpu
+from support import edits, engines, fast, gpu, tasks
 
 import torch
 import transformers
@@ -84,7 +84,8 @@ def test_what_a_card_has_shown_is_compiled_and_microbatches_of_its_preset_double
     cfg = settings(**{name: value})
     edits.replace(token_statistics=fast.token_statistics)
     compiled = mock.Mock()
-    with mock.patch.multiple(gpu, LARGE=0, compile_layers=compiled, compile_statistics=compiled):
+    stand_ins = dict(compile_layers=compiled, compile_statistics=compiled)
+    with mock.patch.multiple(gpu, LARGE=0, choose_attention=mock.Mock(), **stand_ins):
         gpu.attach(torch.nn.Linear(2, 3), None, cfg)
     assert cfg.max_tokens_per_microbatch == max_tokens
     assert compiled.called == (max_tokens != 4_096)
@@ -151,3 +152,26 @@ def test_gradient_of_a_frozen_head_is_not_computed(learns, monkeypatch):
     engines.Rounded.apply(hidden, weight, torch.bfloat16).sum().backward()
     assert products.call_count == 2 + learns
     assert (weight.grad is not None) == learns
+
+
+@pytest.mark.parametrize("capability, repeats", [((7, 5), True), ((8, 0), False)])
+def test_old_card_repeats_keys_that_heads_share(monkeypatch, capability, repeats):
+    """Torch's kernel then gets as many of them as queries, and computes the same."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    policy, _ = starter.init_policy(tasks.TINY, "cpu")  # four heads, of which two share keys
+    batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
+    expected = gradients(policy, batch, "float32")
+    kernel = mock.Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    try:
+        gpu.choose_attention([policy], "cuda:0")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    torch.testing.assert_close(gradients(policy, batch, "float32"), expected, rtol=0, atol=1e-6)
+    for call in kernel.call_args_list:
+        query, key, value = call.args
+        assert (query.shape[1] == key.shape[1] == value.shape[1]) == repeats
+        assert call.kwargs.get("enable_gqa", False) != repeats
+    assert kernel.called
