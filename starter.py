@@ -28,12 +28,11 @@ whom, with the numbers of the sections:
     train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
     train 13 > add_up_gradients 11 > grpo_microbatch_step 9
                  > token_statistics 11 > statistics_of_logits 7
-                 > compute_loss 9 > kl_in_loss 8, ppo_loss 9
+                 > compute_loss 9 > kl_of_tokens 8, ppo_loss 9
 
 Where the other folders lie beside this file, faster functions with the same results take the place
-of those of section 11, and of no others: what you change here is what runs. What else they add is
-called in sight, where find_support() stands: kinds of files, odd models, agents, async rewards, and
-what main() asks of them.
+of those of section 11, and of no others: what you change here is what runs. What else they add
+(kinds of files, odd models, agents, async rewards) is called in sight, where find_support() stands.
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
@@ -124,7 +123,8 @@ class Problems(NamedTuple):
 
 
 def is_held_out(*key):
-    """Whether this problem is in the fixed quarter of all problems that is never trained on."""
+    """Whether the problem that is known by this key, such as its prompt, is in the fixed quarter of
+    all problems that is never trained on."""
     return zlib.crc32(repr(key).encode()) % 4 == 0
 
 
@@ -289,7 +289,7 @@ def init_teacher(ref_model_id, tokenizer, device):
 
 def enable_checkpointing(policy):
     """In train mode the layers then keep their inputs alone for the backward pass."""
-    if hasattr(policy, "activation_checkpointing_enable"):  # from transformers 5.24 on
+    if hasattr(policy, "activation_checkpointing_enable"):  # its name from transformers 5.24 on
         policy.activation_checkpointing_enable()
     else:
         policy.gradient_checkpointing_enable()
@@ -300,7 +300,7 @@ def set_train_mode_of_checkpointed_layers(policy):
     other modules stay in eval mode: dropout would change the log-probs at random."""
     for module in policy.modules():
         can_be_run_again = hasattr(module, "gradient_checkpointing")
-        module.training = can_be_run_again  # of this module, and not of those in it
+        module.training = can_be_run_again  # module.train() would reach those inside of it, too
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -316,7 +316,8 @@ def find_stop_tokens(policy, tokenizer):
 
 
 def begun_answer(problem):
-    """Returns the assistant's words at the end of a chat, where the response goes on, or ""."""
+    """Returns the assistant's words at the end of a chat, where the response goes on, or "":
+    [{"role": "user", ...}, {"role": "assistant", "content": "<answer>"}] -> "<answer>"."""
     prompt = problem.get("prompt")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         return prompt[-1]["content"]
@@ -330,7 +331,7 @@ def text_of_prompt(problem, tokenizer, enable_thinking):
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     goes_on = begun_answer(problem) != ""
-    if prompt[-1]["role"] == "assistant" and not goes_on:  # an empty message: none is begun
+    if prompt[-1]["role"] == "assistant" and not goes_on:  # an empty message begins no answer
         prompt = prompt[:-1]
     options = {"enable_thinking": enable_thinking, **problem.get("chat_template_kwargs", {})}
     return tokenizer.apply_chat_template(
@@ -354,13 +355,17 @@ def ids_of_prompt(problem, tokenizer, enable_thinking):
     return ids
 
 
+def context_length(policy):
+    """Returns how many tokens the model can read, prompt and response together."""
+    config = policy.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or math.inf
+    return length if length > 0 else math.inf  # some say -1 for no limit
+
+
 def with_prompt_ids(problems, policy, tokenizer, cfg):
     """Returns the problems that fit into the model's context, each with the token ids of its prompt
     under "prompt_ids". Responses are never tokenised: the sampler's ids are used as they are."""
-    config = policy.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or math.inf
-    if context < 0:  # of models without a limit
-        context = math.inf
+    context = context_length(policy)
     fitting = []
     for problem in problems:
         try:
@@ -607,7 +612,8 @@ def score_answer(response_text, problem):
     answer = tagged_answer(response_text)
     if not answer:
         return 0.0
-    return max(0.1, float(is_right(answer, problem)))
+    share_right = float(is_right(answer, problem))
+    return max(0.1, share_right)
 
 
 def tagged_answer(text):
@@ -631,6 +637,54 @@ def is_right(answer, problem):
     if not isinstance(right, list):
         right = [right]
     return any(same_answer(answer, str(gold)) for gold in right)
+
+
+def no_reward(response_text, problem):
+    """In training with reward=None: the KL term alone teaches."""
+    return 0.0
+
+
+def reward_of_agent(response_text, problem, response):
+    """In the place of main()'s reward where an agent gives it."""
+    return response.reward
+
+
+def call_reward(reward, text, problem, response):
+    """Returns what the reward returns. What it raises, unless it is async, gets a note with the
+    response and its problem."""
+    more = {}
+    if "response" in inspect.signature(reward).parameters:
+        more["response"] = response
+    try:
+        with torch.enable_grad():  # gradients stay on here, whatever the reward turns off
+            return reward(text, problem, **more)
+    except Exception as error:
+        error.add_note(f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}")
+        raise
+
+
+def score(responses, problems, tokenizer, reward):
+    """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
+    Where a prompt ends with words of the assistant, the text begins with these."""
+    all_ids = []
+    for response in responses:
+        # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
+        n_stop = int(response.finished)
+        all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
+    texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
+    group_size = len(responses) // len(problems)
+    texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
+    values = []
+    for i, text in enumerate(texts):
+        values.append(call_reward(reward, text, problems[i // group_size], responses[i]))
+    support = find_support()
+    if support:
+        values = support.awaited(values)  # where the reward is async: all at once
+    values = [math.nan if value is None else float(value) for value in values]
+    return texts, torch.tensor(values, dtype=torch.float64)
+
+
+# Comparing answers
 
 
 def same_answer(answer, gold):
@@ -665,51 +719,6 @@ def number_of(text):
     if len(text) > 100 or not NUMBER.fullmatch(text):
         return None
     return Fraction(text.replace(",", ""))
-
-
-def no_reward(response_text, problem):
-    """In training with reward=None: the KL term alone teaches."""
-    return 0.0
-
-
-def reward_of_agent(response_text, problem, response):
-    """In the place of main()'s reward where an agent gives it."""
-    return response.reward
-
-
-def call_reward(reward, text, problem, response):
-    """Returns what the reward returns. What it raises, unless it is async, gets a note with the
-    response and its problem."""
-    more = {}
-    if "response" in inspect.signature(reward).parameters:
-        more["response"] = response
-    try:
-        with torch.enable_grad():  # which then is on again, if the reward turns it off
-            return reward(text, problem, **more)
-    except Exception as error:
-        error.add_note(f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}")
-        raise
-
-
-def score(responses, problems, tokenizer, reward):
-    """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
-    Where a prompt ends with words of the assistant, the text begins with these."""
-    all_ids = []
-    for response in responses:
-        # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
-        n_stop = int(response.finished)
-        all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
-    texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
-    group_size = len(responses) // len(problems)
-    texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
-    values = []
-    for i, text in enumerate(texts):
-        values.append(call_reward(reward, text, problems[i // group_size], responses[i]))
-    support = find_support()
-    if support:
-        values = support.awaited(values)  # where the reward is async: all at once
-    values = [math.nan if value is None else float(value) for value in values]
-    return texts, torch.tensor(values, dtype=torch.float64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -754,21 +763,23 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 
 
 def make_batch(responses, advantages, device):
-    """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response", the number
-    of the row's response, are (B, 1). A row is a response, or another conversation of its agent.
+    """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response_index" are
+    (B, 1). A row is a response, or another conversation of its agent.
 
     advantages: (n,), one for each response, or (n, L), one for each of its tokens, where L is the
-    longest response. A prompt and its response come without a gap, padded on the right.
-    input_ids and labels are shifted against each other once, here:
+    longest response; a further conversation takes those of its response from the first on. A prompt
+    and its response come without a gap, padded on the right. input_ids and labels are shifted
+    against each other once, here:
 
         prompt [5, 6], response [7, 8]:  input_ids [5, 6, 7]   labels [6, 7, 8]   mask [0, 1, 1]
 
     The mask comes from lengths and not from ids: the stop token may well be the padding token. What
     an agent read between two turns has nan as its log-prob, and is masked.
     What you add to the batch must be (B, T) or (B, 1), since it is cut like the rest."""
-    conversations = []  # (number of the response, prompt with response) of each row
+    conversations = []  # (index of the response, prompt with response) of each row
     for i, response in enumerate(responses):
-        conversations += [(i, response), *((i, other) for other in response.others)]
+        conversations.append((i, response))
+        conversations += [(i, other) for other in response.others]
     longest = max(len(response.response_ids) for _, response in conversations)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, longest)
@@ -777,6 +788,7 @@ def make_batch(responses, advantages, device):
             f"there are advantages for {advantages.shape[1]} tokens of each response, and the "
             f"longest has {longest}; give (n,) advantages, or one for each of these"
         )
+    all_ids = []
     rows = []
     for i, response in conversations:
         n = len(response.response_ids)
@@ -784,23 +796,21 @@ def make_batch(responses, advantages, device):
         log_probs = torch.tensor(response.log_probs)
         token_advantages = advantages[i, :n].float()
         prompt_zeros = torch.zeros(len(response.prompt_ids) - 1)  # where the label is of the prompt
+        all_ids.append(ids[:-1])
         row = {
-            "input_ids": ids[:-1],
             "labels": ids[1:],
             "response_mask": torch.cat([prompt_zeros, ~log_probs.isnan()]).bool(),
             "sampler_log_probs": torch.cat([prompt_zeros, log_probs.nan_to_num()]),
             "advantages": torch.cat([prompt_zeros, token_advantages]),
             "finished": torch.tensor([response.finished]),
-            "response": torch.tensor([i]),
+            "response_index": torch.tensor([i]),
         }
         rows.append(row)
-    batch = {}
+    # Ids are padded with the row's first one: some models break at the id of the padding token
+    ids = pad_sequence(all_ids, batch_first=True, padding_value=-1)
+    batch = {"input_ids": torch.where(ids < 0, ids[:, :1], ids)}
     for name in rows[0]:
         batch[name] = pad_sequence([row[name] for row in rows], batch_first=True)
-    # Ids are padded with the row's first one: some models break at the id of the padding token
-    ids = [row["input_ids"] for row in rows]
-    ids = pad_sequence(ids, batch_first=True, padding_value=-1)
-    batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -828,17 +838,17 @@ def sum_over_constant(mask, max_new_tokens):
 AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_over_constant}
 
 
-def weights_of_conversations(mask, responses, average, max_new_tokens):
-    """(B, T) mask, (B,) the number of each row's response -> (B, T) weights. The conversations of
-    an agent together weigh as much as one response that has all of their tokens.
+def weights_of_conversations(mask, response_index, average, max_new_tokens):
+    """(B, T) mask, (B,) the index of each row's response -> (B, T) weights. The conversations of an
+    agent together weigh as much as one response that has all of their tokens.
 
     An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]. Its tokens are counted
-    by column, [2, 2, 1]; mean_of_tokens makes [0.4, 0.4, 0.2] of that; and each token gets its
-    share, 0.2, of what its column weighs."""
-    _, numbers = responses.unique(return_inverse=True)  # from 0, without gaps
-    counts = torch.zeros_like(mask[: numbers.max() + 1]).index_add(0, numbers, mask)
+    by column: [2, 2, 1]. mean_of_tokens makes [0.4, 0.4, 0.2] of these counts, which the tokens of
+    a column share: each has 0.2."""
+    _, index = response_index.unique(return_inverse=True)  # from 0, without gaps
+    counts = torch.zeros_like(mask[: index.max() + 1]).index_add(0, index, mask)
     shares = average(counts, max_new_tokens) / counts.clamp(min=1)
-    return shares[numbers] * mask
+    return shares[index] * mask
 
 
 def weights_of_tokens(batch, cfg):
@@ -847,11 +857,12 @@ def weights_of_tokens(batch, cfg):
     mask = batch["response_mask"]
     if cfg.mask_truncated:
         mask = mask & batch["finished"]
+    mask = mask.float()
     average = AVERAGES[cfg.loss_average]
-    responses = batch["response"][:, 0]
-    if len(responses.unique()) == len(mask):  # each row is a response
-        return average(mask.float(), cfg.max_new_tokens)
-    return weights_of_conversations(mask.float(), responses, average, cfg.max_new_tokens)
+    response_index = batch["response_index"][:, 0]
+    if len(response_index.unique()) == len(mask):  # each row is a response
+        return average(mask, cfg.max_new_tokens)
+    return weights_of_conversations(mask, response_index, average, cfg.max_new_tokens)
 
 
 def keep_rows(batch, indices):
@@ -864,7 +875,7 @@ def cut_microbatches(batch, max_tokens):
     row. Rows of similar length come together, the longest first, since they need most memory."""
     mask = batch["response_mask"]
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    lengths = (mask * columns).amax(dim=1)  # up to the last token of the response
+    lengths = (mask * columns).amax(dim=1)  # up to the last token of the response, with the prompt
     order = lengths.argsort(descending=True, stable=True)
     microbatches = []
     while len(order) > 0:
@@ -924,8 +935,9 @@ def get_response_log_probs(
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
 # reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
 # is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
-# gradient of KL(policy || reference) of the next token, given those before it. (Tokens are weighted
-# by pi / sampler, which makes samples of the sampler's engine count as the policy's own.)
+# gradient of KL(policy || reference) of the next token, given those before it. Tokens are weighted
+# by pi / sampler, which makes samples of the sampler's engine count as the policy's own. (The loss
+# of section 9 has this weight in two factors: pi / old is in its ratio, old / sampler beside it.)
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -954,20 +966,23 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
 
-def exact_kl(stats, cfg):
-    """Returns the (B, T) KL of an estimator in EXACT, or None for the others. It comes from the
-    logits. So InputError is raised where an edit has put other log-probs into the place of
-    stats["ref_log_probs"]: they would have no effect on it."""
-    log_ratio = stats.pop("log_ratio", None)
-    if log_ratio is None or cfg.kl_estimator not in EXACT:
+def exact_kl(stats, log_ratio, cfg):
+    """Returns the (B, T) KL of an estimator in EXACT, or None for the others."""
+    if cfg.kl_estimator not in EXACT or log_ratio is None:
         return None
+    check_ref_log_probs(stats, log_ratio)
+    return stats[EXACT[cfg.kl_estimator]]
+
+
+def check_ref_log_probs(stats, log_ratio):
+    """Raises InputError where an edit has put other log-probs into the place of the reference's:
+    the exact KL, which comes from the logits, would know nothing of them."""
     now = stats["log_probs"] - stats["ref_log_probs"]
     if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
         raise InputError(
             "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
             "ref_logits in token_statistics, or use another estimator"
         )
-    return stats[EXACT[cfg.kl_estimator]]
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
@@ -986,7 +1001,7 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     With kl_gradient = "reverse" the gradient is pi_over_sampler * d * grad log pi, whichever
     estimator gives the number: weighted so, the sampler's tokens count as often as the policy would
     draw them. "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
-    if cfg.kl_gradient == "as_written":
+    if cfg.kl_gradient == "as_written":  # also where that overflows
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
     value = ESTIMATORS[cfg.kl_estimator](d.clamp(-20, 20))  # exp(-d) may overflow
@@ -1014,10 +1029,9 @@ def estimates_for_log(d, pi_over_sampler):
     return estimates
 
 
-def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """(B, T) log-probs -> (B, T) KL, which compute_loss adds, times beta, to the loss of each token
-    with kl_in = "loss" and "loss_to_go"; and (B, T) tensors for the log, with "reward", too.
-    vocab_kl: (B, T), for estimators in EXACT.
+def kl_of_tokens(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
+    """(B, T) log-probs -> (B, T) KL of each token, and (B, T) tensors for the log. Unless kl_in is
+    "reward" compute_loss adds it, times beta, to the loss. vocab_kl: for estimators in EXACT.
 
     kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
@@ -1047,12 +1061,12 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
     the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL."""
     d = (sampler_log_probs - ref_log_probs).detach()
     kl = ESTIMATORS[cfg.kl_estimator](d)
-    to_go = sum_to_go(apply_term_rule(kl, d, mask, cfg), mask)
+    charged = apply_term_rule(kl, d, mask, cfg)
     if rule_among(TERM_RULES, cfg) is not None:
-        # What a rule makes of a token may depend on those after it, so that each token pays for the
-        # whole response. The first column has the sum of the row.
-        return to_go[:, :1].expand_as(to_go)
-    return to_go
+        # What a rule makes of a token may depend on later ones, so all pay for the whole response
+        charged = torch.where(mask, charged, 0.0)
+        return charged.sum(dim=1, keepdim=True).expand_as(charged)
+    return sum_to_go(charged, mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1101,7 +1115,7 @@ def compute_loss(
     if ref_log_probs is not None:
         cfg = kl_settings or KLSettings()
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        kl, kl_metadata = kl_in_loss(
+        kl, kl_metadata = kl_of_tokens(
             policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
         )
         if cfg.kl_in == "reward":
@@ -1134,6 +1148,8 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     old_log_probs = microbatch["old_log_probs"]
     sampler_log_probs = microbatch["sampler_log_probs"]
     stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
+    log_ratio = stats.pop("log_ratio", None)  # which is not logged
+    vocab_kl = exact_kl(stats, log_ratio, cfg)
     loss, metadata = compute_loss(
         advantages=microbatch["advantages"],
         policy_log_probs=log_probs,
@@ -1143,7 +1159,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         kl_coef=kl_coef,
         mask=mask,
         kl_settings=cfg,
-        vocab_kl=exact_kl(stats, cfg),
+        vocab_kl=vocab_kl,
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
@@ -1153,10 +1169,12 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
 
 # --------------------------------------------------------------------------------------------------
-# 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method: a rule, or "a+b" of two kinds.
+# 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method, which names a rule, or two as in
+# "a+b": one that changes the coefficient of the KL from step to step, one that changes the KL of
+# each token. support/adaptive_rules.py adds more of both; README_KL.md has how they fared.
 
 
-def target(controller, cfg, kl, reward):
+def steer_to_target(controller, cfg, kl, reward):
     """Steers the KL to cfg.kl_target (as in arXiv:1909.08593, by fixed factors)."""
     if kl > 1.5 * cfg.kl_target:
         return 1.5 * controller.beta
@@ -1165,12 +1183,11 @@ def target(controller, cfg, kl, reward):
     return controller.beta
 
 
-# Rules of the coefficient: a step's KL in nats per token, its mean reward -> the next beta.
-# support/adaptive_rules.py adds more of both kinds; README_KL.md has how they fared.
-COEFFICIENT_RULES = {"target": target}
+# Name: a rule of the coefficient. KLController, cfg, the step's KL in nats per token, its mean
+# reward -> the next coefficient
+COEFFICIENT_RULES = {"target": steer_to_target}
 
-# Rules of the number: (B, T) KL, d and mask -> (B, T) KL that is charged. All of them are in
-# support/adaptive_rules.py; one of yours is
+# Name: a rule of the KL of each token. (B, T) KL, d and mask, and cfg -> (B, T) KL that is charged:
 #     TERM_RULES["half"] = lambda kl, d, mask, cfg: kl / 2
 TERM_RULES = {}
 
@@ -1197,9 +1214,10 @@ class KLController:
     def __init__(self, kl_coef, settings, state=None):
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.start = kl_coef  # for rules
-        self.state = state or {"step": 0, "beta": kl_coef}  # and what the rule keeps
-        if self.rule is None:
+        self.start = kl_coef  # rules keep within a range around it
+        # In the run's checkpoint; a rule may keep averages of its own in it
+        self.state = state or {"step": 0, "beta": kl_coef}
+        if self.rule is None:  # a run that is resumed with another kl_coef takes that
             self.state["beta"] = kl_coef
 
     @property
@@ -1208,7 +1226,8 @@ class KLController:
 
     def update(self, kl, reward, used=None):
         """Returns the next beta. kl: of the step, nats per token; reward: its mean. used: the
-        coefficient in this step, if it was another. If kl or reward is not finite, beta stays."""
+        coefficient of the step, if whoever trains has used another than beta. If kl or reward is
+        not finite, beta stays."""
         self.state["step"] += 1
         if used is not None:
             self.state["beta"] = used
@@ -1344,9 +1363,8 @@ def find_support():
 
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
-    """Returns the rows of the step that this process computes: here all. support/ divides them
-    among processes, and leaves out rows without a gradient, of which the log's means then know
-    nothing."""
+    """Returns the rows of the step that this process computes. Here: all. support/: its share of
+    them, without those that have no gradient, of which the log's means then know nothing."""
     return batch
 
 
@@ -1382,8 +1400,9 @@ def add_scaled(sums, values, factor):
 
 @mechanic
 def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
-    """Adds up the gradient of a step. Returns the loss and, for the log, means over the tokens of
-    all microbatches. Where memory runs out, support/ cuts these in two and begins again."""
+    """Leaves the gradient of a step in .grad. Returns the loss and, for the log, means over the
+    tokens of all microbatches. Here: one after the other. support/: also where memory runs out, by
+    cutting them in two and beginning again."""
     n_tokens = sum(microbatch["response_mask"].sum() for microbatch in microbatches)
     sums = {}
     for microbatch in microbatches:
@@ -1395,8 +1414,8 @@ def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, sca
 
 @mechanic
 def clip_gradient(parameters, max_norm):
-    """Scales the gradient down to this norm if it is longer. Returns its norm before, of the parts
-    of several processes together."""
+    """Scales the gradient down to this norm if it is longer. Returns its norm before. support/:
+    the norm of the parts of several processes together."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
 
@@ -1425,8 +1444,9 @@ def start_decoding(policy, prompts):
         ids = torch.tensor([prompts[row] for row in rows], device=policy.device)
         groups.append(SimpleNamespace(rows=rows, ids=ids, cache=None))
     of_cache = name_of_cache(policy)
-    # The logits come group after group: where those of each row are then
-    order = torch.tensor(sum(rows_of_length.values(), []), device=policy.device).argsort()
+    # Logits come group after group. order brings them back into the order of the prompts
+    rows_in_groups = [row for rows in rows_of_length.values() for row in rows]
+    order = torch.tensor(rows_in_groups, device=policy.device).argsort()
 
     def next_logits(tokens):
         logits = []
@@ -1452,7 +1472,7 @@ def start_decoding(policy, prompts):
 
 @mechanic
 def sample(policy, llm, requests, cfg, temperature):
-    """B Requests -> B Responses, for which several processes share the work."""
+    """B Requests -> B Responses. Here: by this process. support/: several share the work."""
     if llm is None:
         return rollout_with_transformers(policy, requests, cfg, temperature)
     return rollout_with_vllm(llm, requests, cfg, temperature)
@@ -1460,8 +1480,8 @@ def sample(policy, llm, requests, cfg, temperature):
 
 @mechanic
 def by_first_process(function, *arguments):
-    """Returns what the function returns. Of several processes one calls it, and all get its result:
-    a reward may be random, or cost money."""
+    """Returns what the function returns. support/: of several processes one calls it, and all get
+    its result, since a reward may be random, or cost money."""
     return function(*arguments)
 
 
@@ -1486,7 +1506,8 @@ def make_logits_float32(model):
 @mechanic
 def weights_by_name(policy):
     """Yields (name, tensor) of the parameters and persistent buffers, as the checkpoint that was
-    loaded names them: adapters are added to the weights beside them, and parts are joined."""
+    loaded names them. support/: adapters are added to the weights beside them, and the parts that
+    several processes hold are joined."""
     yield from policy.state_dict().items()
 
 
@@ -1542,7 +1563,8 @@ def load_checkpoint(policy, optimizer, saved):
 # --------------------------------------------------------------------------------------------------
 # 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
 #
-# Nothing of this section has a part in what is learnt.
+# But for the weights that a resumed run goes on from, nothing of this section has a part in what is
+# learnt.
 
 
 class Run:
@@ -1575,14 +1597,14 @@ class Run:
             load_checkpoint(policy, optimizer, saved)
             self.state = saved["state"]
         is_over = False
-        if self.cfg.resume:  # of step 0, if there is no checkpoint
-            is_over = 0 < self.cfg.n_train_steps <= self.state["step"]
+        if self.cfg.resume:
             print(f"resumed: {self.folder} after step {self.state['step']}")
-        if is_over:
-            print("no step is left to train: raise n_train_steps, which counts from the beginning")
+            is_over = 0 < self.cfg.n_train_steps <= self.state["step"]
+            if is_over:
+                print("no step is left to train: raise n_train_steps, which counts from step 1")
         if self.writes_files:
             self.open_log()
-            if not is_over:  # those of the steps that were trained stay
+            if not is_over:  # else the file stays that describes the steps that were trained
                 (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
 
     def open_log(self):
@@ -2086,7 +2108,7 @@ def main(
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # adds LoRA's adapters, with whose reference; and puts its mechanics in place
+    if support:  # adds LoRA's adapters and makes their reference; then installs its mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         limit_logits(policy, cfg)
@@ -2101,7 +2123,7 @@ def main(
     optimizer = torch.optim.AdamW(
         trainable,
         cfg.learning_rate,
-        betas=(0.9, 0.95),
+        betas=(0.9, 0.95),  # usual for language models; 0.999 would remember a thousand steps
         weight_decay=cfg.weight_decay,
         fused=True,
     )
@@ -2151,8 +2173,8 @@ class KLSettings(SimpleNamespace):
 # --------------------------------------------------------------------------------------------------
 # 15. Quick tests.  They take two seconds and run before main().
 
-# The vocabulary of their models. It is as large as that of real ones, so that they also run where
-# scale_logits forbids some tokens of yours.
+# Their vocabulary. It is as large as that of real models, so that they also run where scale_logits
+# forbids some tokens of yours.
 N_TOKENS = 200_000
 
 
@@ -2160,8 +2182,9 @@ def test_kl_gradient():
     """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
     logits = torch.linspace(-1, 1, N_TOKENS, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
-    # As if each token were drawn once, by a response of this one token: (N_TOKENS, 1). Weighted by
-    # its probability their sum is the mean over what the policy samples.
+    # As if there were a response for each token of the vocabulary, of this one token: with three
+    # tokens a batch of three rows and one column, (3, 1). Weighted by the probability of each token
+    # their sum is the mean over what the policy samples.
     log_p = all_log_probs(logits, 1.0).T
     ref_log_p = all_log_probs(ref_logits, 1.0).T
     probs = log_p.exp()
@@ -2170,7 +2193,7 @@ def test_kl_gradient():
     mask = torch.ones_like(probs, dtype=torch.bool)
     for estimator in [*ESTIMATORS, "exact"]:
         cfg = KLSettings(kl_estimator=estimator)
-        kl, _ = kl_in_loss(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
+        kl, _ = kl_of_tokens(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
         mean = (probs.detach() * kl).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)

@@ -189,7 +189,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
         stats = self._statistics or {}
-        of_tokens, metadata = starter.kl_in_loss(
+        of_tokens, metadata = starter.kl_of_tokens(
             log_probs,
             ref_log_probs,
             old_log_probs,

@@ -23,7 +23,7 @@ TF32. Parts are timed one by one, each with its backward pass; head_s is what is
 statistics before. kernels_s: the sum over all kernels of an update, which is below s where the card
 waits. logp and gradient: how far a row is from "shipped" (plain), and from float32. T4: attention
 of heads that share keys with the kernels that such a card has, as torch takes them, and with
-repeated keys. overflow: fp16 with a gradient of inf in step 2.
+repeated keys. overflow: fp16 with a gradient of inf in step 1.
 
 gpu_vllm.csv: seconds are means without the first step; gc_s are those of Python's collector. "sync"
 scales weights and hands them over: diff is in nats between sampler and trainer, stale before and
@@ -139,18 +139,21 @@ def outputs_of(policy, batch, cfg, precision="bf16"):
     some = starter.keep_rows(batch, slice(8))
     cfg = starter.cfg_with(**{**vars(cfg), "precision": precision})
     starter.grpo_microbatch_step(policy, some, cfg)
-    gradient = torch.cat([p.grad.flatten()[::1000] for p in policy.parameters()])
+    learning = [p for p in policy.parameters() if p.grad is not None]
+    gradient = torch.cat([p.grad.flatten()[::1000] for p in learning])
     policy.zero_grad()
     return some["old_log_probs"][some["response_mask"]], gradient
 
 
 def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
     batch = made_up_batch(policy, problems, cfg)
-    plain, float32 = (outputs_of(policy, batch, cfg, name) for name in ("bf16", "float32"))
+    others = {"plain": outputs_of(policy, batch, cfg)}
+    if not cfg.frozen_in_bf16:
+        others["float32"] = outputs_of(policy, batch, cfg, "float32")
     turn_on(switches, policy)
     log_probs, gradient = outputs_of(policy, batch, cfg)
     row = {}
-    for name, (its_log_probs, its_gradient) in (("plain", plain), ("float32", float32)):
+    for name, (its_log_probs, its_gradient) in others.items():
         far = (gradient - its_gradient).norm() / its_gradient.norm()
         row[f"logp_mean_{name}"] = (log_probs - its_log_probs).abs().mean().item()
         row[f"gradient_{name}"] = far.item()
@@ -246,7 +249,7 @@ def measure_overflow(switches, policy, optimizer, llm, problems, cfg, go_on):
     def overflows(policy, microbatches, cfg, ref_model, kl_coef, scaler):
         sums = add_up(policy, microbatches, cfg, ref_model, kl_coef, scaler)
         steps.append(scaler.get_scale())
-        if len(steps) == 2:
+        if len(steps) == 1:
             head.grad[0, 0] = torch.inf
         return sums
 
@@ -331,10 +334,13 @@ def measure_sync(switches, policy, optimizer, llm, problems, cfg, go_on):
     return {**row, "same_twice": again == responses}
 
 
-def measure_frozen(switches, policy, optimizer, llm, problems, cfg, go_on):
-    from support import engines
+def freeze(worker):
+    """Runs inside vLLM: takes weights, and keeps its own."""
+    worker.reload_weights = lambda weights_iterator: [None for _ in weights_iterator]
 
-    engines.load_weights_in_worker = lambda worker, weights: None
+
+def measure_frozen(switches, policy, optimizer, llm, problems, cfg, go_on):
+    llm.collective_rpc(freeze)
     steps = []
     starter.log_train = lambda run, step, metrics: steps.append(step)
     try:
