@@ -313,11 +313,11 @@ def measure(parts, size, dtype, kl):
     return {**row, **where()}
 
 
-def phases(log):
+def phases(log, warm_up=WARM_UP):
     """Returns {phase: the seconds of each step that counts}."""
     taken = {}
     for name in ("total", "rollout", "sync", "generate"):
-        taken[name] = [value for _, value in log.get(f"time/{name}", [])][WARM_UP:]
+        taken[name] = [value for _, value in log.get(f"time/{name}", [])][warm_up:]
     if not taken["generate"]:  # ours: a rollout is a hand-over of weights, and this
         taken["generate"] = [a - b for a, b in zip(taken["rollout"], taken["sync"])]
     return {

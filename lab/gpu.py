@@ -409,7 +409,7 @@ def columns_of_trl(settings, trl):
     cfg = bench.chosen(settings)
     at_once = min(trl.pop("rows"), cfg.rollout_batch_size)
     log = bench.train_with_trl({"eval_every": 0, **settings}, at_once, **trl)
-    row = {name: statistics.mean(values) for name, values in bench.phases(log).items() if values}
+    row = {name: statistics.mean(values) for name, values in bench.phases(log, 1).items()}
     row["curve_solved"] = " ".join(f"{100 * solved:.3g}" for _, solved in log["eval/solved"])
     if ON_GPU:
         row["gb"] = torch.cuda.max_memory_allocated() / 1e9

@@ -501,6 +501,18 @@ def draw_learning(figure):
     right.set(ylabel="four other skills: share solved", ylim=(0, 1))
 
 
+def draw_agents(figure):
+    """The built-in model, over the steps: learnt with a second try, and in one turn."""
+    left, right = figure.subplots(1, 2)
+    [(_, one_turn), *_] = runs_of("learning")
+    [(_, agent), *_] = runs_of("agents")
+    runs = [({"learnt": "in one turn"}, one_turn), ({"learnt": "with a second try"}, agent)]
+    draw_curves(left, runs, "curve_solved", "learnt")
+    draw_curves(right, runs, "curve_kept", "learnt")
+    left.set(ylabel="solved at the first try", ylim=(0, 1))
+    right.set(ylabel="four other skills: share solved", ylim=(0, 1))
+
+
 def draw_precision(figure):
     """Sampler against trainer over a run of the built-in model."""
     for panel, engine in zip(figure.subplots(1, 2, sharey=True), ("transformers", "vllm")):
@@ -539,7 +551,7 @@ if __name__ == "__main__":
     if "--figures" in sys.argv:
         from matplotlib.figure import Figure
 
-        for draw in (draw_learning, draw_penalty, draw_precision, draw_teacher):
+        for draw in (draw_learning, draw_penalty, draw_agents, draw_precision, draw_teacher):
             figure = Figure(figsize=(9, 3.4), layout="constrained")
             draw(figure)
             name = draw.__name__.removeprefix("draw_")

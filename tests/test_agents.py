@@ -277,6 +277,26 @@ def test_same_bits_whatever_the_tools_take(checkpoint, tmp_path):
     assert outcome(tmp_path / "quick") == outcome(tmp_path / "slow")
 
 
+def test_agents_are_sampled_in_the_order_of_their_problems(checkpoint, monkeypatch):
+    """Whoever asked first: a batch in another order may have other bits."""
+
+    async def agent(problem, ask):
+        await asyncio.sleep(0.01 * (3 - next(count) % 4))
+        return variety(await ask(problem["prompt"]), problem)
+
+    def noted(policy, llm, requests, *others):
+        seeds.append([request.seed for request in requests])
+        return sample(policy, llm, requests, *others)
+
+    count, seeds = itertools.count(), []
+    sample = starter.MECHANICS["sample"]
+    monkeypatch.setitem(starter.MECHANICS, "sample", noted)
+    policy, _, problems, cfg = started(checkpoint)
+    starter.rollout(policy, None, problems[:4], cfg, "test", 4, 1.0, agent)
+    [seeds] = seeds
+    assert len(seeds) == 16 and seeds == sorted(seeds)
+
+
 def test_one_turn_of_an_agent_is_a_response_with_a_reward(checkpoint, tmp_path):
     async def one_turn(problem, ask):
         return variety(await ask(problem["prompt"]), problem)
