@@ -56,6 +56,7 @@ import starter  # before torch, for which it sets variables
 import torch
 
 from lab import agents, bench, real_model, rows
+from lab.switches import around_an_update, turn_on
 from support import fast, gpu, memory
 
 ON_GPU = torch.cuda.is_available()
@@ -109,17 +110,6 @@ def seconds_of(function, n_calls=1):
     return statistics.median(taken[1:] or taken)
 
 
-def turn_on(switches, policy):
-    """The one place where the switches of a row take effect."""
-    if "layers" in switches:
-        gpu.compile_layers(policy)
-    if "statistics" in switches:
-        gpu.compile_statistics()
-    for switch in switches:
-        if isinstance(switch, float):  # of what a layer keeps for the backward pass, 1: everything
-            torch._functorch.config.activation_memory_budget = switch
-
-
 def made_up_batch(policy, problems, cfg):
     """Returns a step's batch: random tokens and advantages."""
     draw = random.Random(0)
@@ -161,8 +151,9 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
     n_answered = batch["response_mask"].sum().item()
 
     def update():
-        for microbatch in microbatches:
-            starter.grpo_microbatch_step(policy, microbatch, cfg)
+        with around_an_update(switches):
+            for microbatch in microbatches:
+                starter.grpo_microbatch_step(policy, microbatch, cfg)
         optimise()
         optimizer.zero_grad()
 
@@ -457,6 +448,9 @@ ROWS = {
     "16,384, budget 0.5": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.5])),
     "16,384, budget 0.7": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.7])),
     "16,384, budget 1": (measure_update, LARGE | dict(switches=["layers", "statistics", 1.0])),
+    "casts": (measure_update, UPDATE | dict(switches=["casts"])),
+    "float32 gradients": (measure_update, UPDATE | dict(switches=["float32 gradients"])),
+    "prompts": (measure_update, UPDATE | dict(switches=["prompts"])),
     "LoRA, 24 GB, 4,096 again": (measure_update, UPDATE | IN_24_GB | CHECKPOINTING),
     "LoRA, 24 GB, 1,024": (
         measure_update,

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 import starter
+from lab.switches import around_an_update, turn_on
 from support import edits, engines, fast, gpu, tasks
 
 import torch
@@ -175,3 +176,70 @@ def test_old_card_repeats_keys_that_heads_share(monkeypatch, capability, repeats
         assert (query.shape[1] == key.shape[1] == value.shape[1]) == repeats
         assert call.kwargs.get("enable_gqa", False) != repeats
     assert kernel.called
+
+
+@pytest.mark.parametrize("switch", ["casts", "float32 gradients", "prompts"])
+def test_switch_of_an_update_is_as_near_to_float32_as_the_plain_one(switch, monkeypatch):
+    """In two microbatches of two groups. Casting once changes no bit."""
+    monkeypatch.setattr(fast, "PROMPTS_READ_ONCE", set())
+    edits.replace(token_statistics=fast.token_statistics)
+    torch.manual_seed(0)
+    lengths, prompt_lengths = (9, 12, 5, 12), (20, 20, 11, 11)
+    batch = make_step(make_responses(lengths, prompt_lengths=prompt_lengths, vocabulary=30))
+
+    def gradient(precision, switches=()):
+        policy, _ = starter.init_policy(tasks.TINY, "cpu")
+        turn_on(switches, policy)
+        with around_an_update(switches):
+            for rows in (slice(2), slice(2, 4)):
+                some = starter.keep_rows(batch, rows)
+                starter.grpo_microbatch_step(policy, some, starter.cfg_with(precision=precision))
+        return gradient_of(policy)
+
+    exact, plain, ours = gradient("float32"), gradient("bf16"), gradient("bf16", [switch])
+    assert torch.equal(plain, ours) == (switch == "casts")
+    assert 0 < (ours - exact).norm() < 1.2 * (plain - exact).norm()
+
+
+def test_head_on_a_gpu_sums_in_float32(monkeypatch):
+    product = mock.Mock()
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "autocast", mock.MagicMock())
+    engines.product_in_float32(mock.Mock(device=torch.device("cuda")), "b")
+    assert product.call_args.kwargs == {"out_dtype": torch.float32}
+
+
+def test_logits_that_a_gpu_holds_at_once_fit_beside_a_model(monkeypatch):
+    """20 bytes each: their gradient, what the statistics keep."""
+    monkeypatch.setattr(fast, "COMPILED", set())
+    monkeypatch.setattr(fast, "LOGITS_AT_ONCE", {})
+    assert 20 * starter.LOGITS_AT_ONCE < 2e9
+    gpu.compile_statistics()
+    assert 20 * fast.LOGITS_AT_ONCE["cuda"] < 6e9
+
+
+def test_statistics_where_prompts_are_read_again_for_each_row_are_the_plain_ones(
+    checkpoint, monkeypatch
+):
+    """As on a GPU."""
+    monkeypatch.setattr(fast, "PROMPTS_READ_ONCE", set())
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
+    expected = edits.own("token_statistics")(policy, batch, 1.0)
+    for name, values in fast.token_statistics(policy, batch, 1.0).items():
+        torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-5)
+
+
+def test_weights_are_cast_once_an_update_with_that_switch():
+    """Each of 28 linear layers in the second microbatch again without it."""
+    batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
+
+    def n_casts(switches):
+        policy, _ = starter.init_policy(tasks.TINY, "cpu")
+        with torch.profiler.profile() as seen, around_an_update(switches):
+            for rows in (slice(2), slice(2, 4)):
+                some = starter.keep_rows(batch, rows)
+                starter.grpo_microbatch_step(policy, some, starter.cfg_with(precision="bf16"))
+        return sum(x.count for x in seen.key_averages() if x.key == "aten::_to_copy")
+
+    assert n_casts([]) - n_casts(["casts"]) == 28

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 import starter
 from lab import bench, gpu
-from support import edits, engines
+from support import edits, engines, ranks
 
 
 @pytest.fixture
@@ -49,6 +49,8 @@ def test_vllm_gets_the_precision_of_the_policy_and_a_float32_head(llm, init_vllm
     assert options["dtype"] == starter.DTYPES[precision]
     # Else logits of 16 would round by 0.06
     assert options["hf_overrides"] == {"head_dtype": "float32"}
+    assert options["logprobs_mode"] == "processed_logprobs"  # at the temperature, as ours
+    assert options.get("max_num_seqs", 256) >= 256  # a rollout's responses, at once
 
 
 def test_vllm_gets_the_current_gpu_and_with_support_gigabytes_for_its_cache(llm):
@@ -57,6 +59,18 @@ def test_vllm_gets_the_current_gpu_and_with_support_gigabytes_for_its_cache(llm)
     assert options["device_ids"] == [3]
     assert options["gpu_memory_utilization"] == 0.05
     assert options["kv_cache_memory_bytes"] == 12 * 10**9
+
+
+def test_each_process_takes_the_gpu_of_its_rank(llm, monkeypatch):
+    current = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "set_device", current)
+    monkeypatch.setattr(ranks, "WORLD", 2)
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cfg = starter.cfg_with()
+    ranks.connect(cfg)
+    current.assert_called_once_with("cuda:1")
+    assert cfg.device == "cuda:1"
 
 
 def test_engine_that_does_not_start_says_how_to_go_on(llm):
