@@ -339,6 +339,8 @@ def note_changed_sources(policy, problems, cfg):
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
         "model": [p.flatten()[:1000].tolist() for p in policy.parameters()],
     }
+    if cfg.agent is not None:
+        sources["agent"] = edits.fingerprint(cfg.agent) or edits.fingerprint(type(cfg.agent))
     for name, source in sources.items():
         code = zlib.crc32(repr(source).encode())
         if cfg.sources.get(name, code) != code:

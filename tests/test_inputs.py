@@ -422,9 +422,18 @@ class Constant:
         return 0.5
 
 
+async def one_agent(problem, ask):
+    return 0.0
+
+
+async def another_agent(problem, ask):
+    return 1.0
+
+
 @pytest.mark.parametrize(
     "source, change",
     [
+        ("agent", lambda x: setattr(x.cfg, "agent", another_agent)),
         ("problems", lambda x: x.problems.train.pop()),
         ("problems", lambda x: x.problems.held_out[3].update(answer=7)),
         ("model", lambda x: x.policy.model.norm.weight.data.mul_(1.001)),
@@ -433,6 +442,7 @@ class Constant:
 def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, change):
     x = loaded(checkpoint)
     x.cfg.sources = {}
+    x.cfg.agent = one_agent if source == "agent" else None
 
     def says():
         rules.note_changed_sources(x.policy, x.problems, x.cfg)
