@@ -2,6 +2,7 @@
 
     python -m lab.bench            CASES -> lab/results/bench.csv
     python -m lab.bench vllm       both with vLLM, by phase -> bench_vllm.csv
+    python -m lab.bench busy       beside a program that takes a core -> bench_busy.csv
 
 A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
 so that most responses have their full length, and random rewards, so that every group teaches. Each
@@ -17,6 +18,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -358,8 +360,39 @@ def measure_with_vllm(size, dtype):
     return [{**row, **where()} for row in rows]
 
 
+def measure_busy(n_rounds):
+    """Returns rows of S in float32, without and beside a program that takes a core: by how many
+    threads, and how long these wait before they leave their core (GOMP_SPINCOUNT)."""
+    cores = os.cpu_count()
+    cases = [(train_ours, [REPOSITORY], cores, "2000"), (train_ours, [REPOSITORY], cores, "0")]
+    cases += [(train_ours, [REPOSITORY], 1, "2000"), (train_with_trl, [128], cores, "2000")]
+    cases += [(train_with_trl, [128], 1, "2000")]
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_random("S", folder)
+        settings = settings_of(folder, "S", "float32")
+        for _ in range(n_rounds):
+            for beside in ("nothing", "a busy program"):
+                if beside != "nothing":
+                    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                for side, arguments, threads, spins in cases:
+                    os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": spins}
+                    key = side.__name__, threads, spins, beside
+                    seconds.setdefault(key, []).extend(seconds_of(side, settings, *arguments))
+                if beside != "nothing":
+                    busy.kill()
+    rows = []
+    for (side, threads, spins, beside), steps in seconds.items():
+        name = "TRL 1.16" if side == "train_with_trl" else "starter.py"
+        row = {"side": name, "threads": threads, "GOMP_SPINCOUNT": spins, "beside": beside}
+        rows.append({**row, "s": f"{statistics.median(steps):.3f}", **where()})
+    return rows
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["vllm"]:
+    if sys.argv[1:] == ["busy"]:
+        append_rows("bench_busy", measure_busy(2))
+    elif sys.argv[1:] == ["vllm"]:
         for case in CASES_WITH_VLLM:
             append_rows("bench_vllm", measure_with_vllm(*case.split()))
     else:

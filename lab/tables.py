@@ -68,7 +68,7 @@ def described(settings):
         others = [settings[name] for name in names if name in settings]
         texts = {
             "KL penalty": "on",
-            "kl_coef": f"{settings.get('kl_coef', 0.3):g}",
+            "kl_coef": f"{settings.get('kl_coef', starter.cfg_with().kl_coef):g}",
             "KL": ", ".join([settings.get("kl_estimator", "k3"), *others]),
             "kl_adaptation_method": settings.get("kl_adaptation_method", "none"),
         }
@@ -105,18 +105,25 @@ def run_table(runs, shown, measured=MEASURED, before_training=False):
     return table([*shown, *(header for header, _, _ in measured)], lines)
 
 
+def name_of_task(settings):
+    """Of a run in coefficients.csv or smollm2.csv."""
+    task = settings.get("task", "Countdown")
+    if settings.get("preset") == "smollm2":
+        task = "SmolLM2: addition"
+    return task + ", LoRA" * ("lora_rank" in settings)
+
+
 def penalty_table():
-    """Two models without and with the KL penalty, by its defaults."""
-    models = {"learning": "built-in", "smollm2": "SmolLM2"}
+    """Without and with the KL penalty, by its defaults."""
+    default = f"{starter.cfg_with().kl_coef:g}"
     lines = []
-    for name, model in models.items():
-        for settings, rows in runs_of(name):
-            kl = settings["KL"], settings["kl_coef"], settings["kl_adaptation_method"]
-            if kl in (("", "off", "off"), ("k3", "0.3", "none")):
-                shown = model + ", LoRA" * ("lora_rank" in settings)
-                cells = spread(rows, "solved_after"), spread(rows, "kept_after")
-                lines.append([shown, settings["kl_coef"], *cells])
-    return table(["model", "`kl_coef`", "solved, %", "kept, %"], lines)
+    of_smollm2 = [run for run in runs_of("smollm2") if "lora_rank" not in run[0]]
+    for settings, rows in [*runs_of("coefficients"), *of_smollm2]:
+        kl = settings["kl_coef"], settings["kl_adaptation_method"]
+        if kl in (("off", "off"), (default, "none")):
+            cells = spread(rows, "solved_after"), spread(rows, "kept_after")
+            lines.append([name_of_task(settings), settings["kl_coef"], *cells])
+    return table(["task", "`kl_coef`", "solved, %", "kept, %"], lines)
 
 
 def default_table():
@@ -180,8 +187,14 @@ def machines_table():
 
 
 def coefficients_table():
-    runs = [run for run in runs_of("kl_divergences") if run[0]["KL"] in ("", "exact")]
-    return run_table(runs, ["kl_coef"], before_training=True)
+    """Of the default run, README's own data, and LoRA, with each coefficient and with a rule."""
+    runs = []
+    for settings, rows in runs_of("coefficients"):
+        coefficient = settings["kl_coef"]
+        if settings["kl_adaptation_method"] not in ("off", "none"):
+            coefficient += f", `{settings['kl_adaptation_method']}`"
+        runs.append((settings | {"task": name_of_task(settings), "kl_coef": coefficient}, rows))
+    return run_table(runs, ["task", "kl_coef"])
 
 
 def divergences_table():
@@ -531,19 +544,24 @@ def draw_teacher(figure):
 
 def draw_penalty(figure):
     """Solved against other skills for several coefficients: each seed, and the mean."""
-    panel = figure.subplots()
-    panel.set(xlabel="trained task: share solved", ylabel="four other skills: share solved")
-    runs = [run for run in runs_of("kl_divergences") if run[0]["KL"] in ("", "k3")]
 
-    def draw(rows, moment, color, label):
+    def draw(panel, rows, moment, color, label):
         solved = numbers(rows, f"solved_{moment}")
         kept = numbers(rows, f"kept_{moment}")
         panel.plot(solved, kept, f"{color}.")
         panel.plot(statistics.mean(solved), statistics.mean(kept), f"{color}D", label=label)
 
-    draw([row for _, rows in runs for row in rows], "before", "k", "before training")
-    for i, (settings, rows) in enumerate(runs):
-        draw(rows, "after", f"C{i}", f"kl_coef = {settings['kl_coef']}")
+    for panel, task in zip(figure.subplots(1, 2), ("Countdown", "sort.jsonl")):
+        runs = [
+            (settings["kl_coef"], rows)
+            for settings, rows in runs_of("coefficients")
+            if name_of_task(settings) == task
+            and settings["kl_adaptation_method"] in ("off", "none")
+        ]
+        draw(panel, [row for _, rows in runs for row in rows], "before", "k", "before training")
+        for i, (coefficient, rows) in enumerate(runs):
+            draw(panel, rows, "after", f"C{i}", f"kl_coef = {coefficient}")
+        panel.set(title=task, xlabel="trained task: share solved", ylabel="four other skills")
     panel.legend(title="dots: seeds\ndiamonds: their means", loc=(1.02, 0.2))
 
 

@@ -31,6 +31,18 @@ READ_ONCE = {
 }
 
 
+OFTEN = 300  # interruptions a second; 40 on a quiet machine, 1,900 beside a busy program
+
+
+def interruptions():
+    """Returns how often a core was taken from this process. On Windows, which does not say, 0."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
 def close():
     """Gives back what an earlier run of this process held. Only the main thread may do so with
     signal handlers; in another one they stay until then."""
@@ -72,6 +84,8 @@ class Guards:
         self.ended = set()  # what looked on until it failed
         self.said = []  # the signs of the last evaluation that were warned of
         self.settings = {name: getattr(run.cfg, name) for name in READ_ONCE}
+        self.interruptions = interruptions()
+        self.n_interrupted = 0  # steps one after the other
         lock(run)
         if run.writes_files:
             shutil.copyfile(
@@ -116,6 +130,7 @@ class Guards:
         signs = step_signs, step, metrics, asked, texts, state, self.run.cfg
         self.look("the warnings of steps", self.warn, *signs)
         self.look("the settings", self.say_what_was_changed, step)
+        self.look("the count of interruptions", self.note_interruptions, metrics["time/total"])
         asked = max(ranks.gather([self.signal]))
         if asked:  # 0 would undo a signal that came while they gathered; the next step sees it
             self.signal = asked
@@ -137,6 +152,20 @@ class Guards:
                     f"Warning: step {step}: cfg.{name} was changed to {now}, without effect, since "
                     f"it was read before; change {READ_ONCE[name]}"
                 )
+
+    def note_interruptions(self, seconds):
+        """Threads of torch wait for each other many times a step, so that one whose core is taken
+        by another program stops all of them."""
+        before, self.interruptions = self.interruptions, interruptions()
+        is_often = self.interruptions - before > OFTEN * seconds
+        self.n_interrupted = self.n_interrupted + 1 if is_often else 0
+        n_threads = torch.get_num_threads()
+        if self.n_interrupted == 5 and n_threads > 1 and self.run.cfg.device.type == "cpu":
+            print(
+                f"Warning: other programs take the cores of torch's {n_threads} threads, which "
+                "wait for each other; with a small model OMP_NUM_THREADS=1 may take half the time "
+                "(docs/performance.md), with other bits"
+            )
 
     def warn(self, signs_of, *arguments):
         """Prints each warning once in a run."""

@@ -367,3 +367,17 @@ def test_several_skipped_steps_in_a_row_stop_the_run(watch):
         looking.after_step(step, {**FINE, "loss": math.inf if step != 5 else 0.1}, *STEP_DATA)
     with pytest.raises(RunStopped, match="5 steps in a row"):
         looking.after_step(10, {**FINE, "grad_norm": math.inf}, *STEP_DATA)
+
+
+@pytest.mark.parametrize("a_second, is_said", [(40, False), (1_900, True)])
+def test_cores_that_others_take_are_said_once(monkeypatch, tmp_path, capsys, a_second, is_said):
+    """From what was counted on a quiet machine, and beside a busy program."""
+    total = itertools.count(0, a_second * 2)
+    monkeypatch.setattr(guards, "interruptions", lambda: next(total))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    guard = mock.Mock(interruptions=guards.interruptions(), n_interrupted=0)
+    guard.run.cfg.device = torch.device("cpu")
+    for _ in range(12):
+        guards.Guards.note_interruptions(guard, 2.0)
+    printed = capsys.readouterr().out
+    assert printed.count("other programs take the cores of torch's 2 threads") == is_said
