@@ -389,6 +389,25 @@ def speed_table():
     return table(columns, lines)
 
 
+def vllm_table():
+    """A step of both sides by phase, with vLLM in the same process."""
+    lines = []
+    for (model, dtype), rows in grouped(read_csv("bench_vllm"), "model", "dtype").items():
+        for row in rows:
+            cells = [row[name] for name in ("generate_s", "sync_s", "rest_s", "step_s")]
+            ratio = float(row["step_s"]) / float(rows[0]["step_s"])
+            lines.append([model, dtype, row["side"], *cells, f"{ratio:.2f}"])
+    headers = ["model", "dtype", "side", "sampling, s", "hand-over, s", "the rest, s", "step, s"]
+    return table([*headers, "ratio"], lines)
+
+
+def busy_table():
+    lines = []
+    for kind, rows in grouped(read_csv("bench_busy"), "side", "threads", "GOMP_SPINCOUNT").items():
+        lines.append([*kind, *(row["s"] for row in rows)])
+    return table(["side", "threads", "`GOMP_SPINCOUNT`", "quiet, s", "beside a busy program, s"], lines)
+
+
 def race_table():
     headers = ["until", "seeds", "starter.py, s", "TRL 1.16, s", "median ratio"]
     return table(headers, race_lines("tiny"))
@@ -467,6 +486,8 @@ TABLES = {
         kills_table,
         mutants_table,
         speed_table,
+        vllm_table,
+        busy_table,
         race_table,
         gpus_table,
         gpu_table,

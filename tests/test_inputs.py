@@ -53,7 +53,7 @@ WRONG = {
     "--learning_rate": "learning_rate = True must be float",
     "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool, such as True",
     "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
-    "--kl_coef 0.1": "kl_coef = 0.1 changes nothing; leave it out, or set use_kl_penalty",
+    "--kl_coef 0.2": "kl_coef = 0.2 changes nothing; leave it out, or set use_kl_penalty",
     "--beta_min 0.1": "beta_min = 0.1 changes nothing",
     "--use_kl_penalty --kl_target 0.2": "or set a kl_adaptation_method",
     "--use_kl_penalty --kl_coef 0": "kl_coef = 0 penalises nothing",
