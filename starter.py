@@ -16,6 +16,7 @@ One step of training, in the names of this file:
     texts, rewards = score(responses, ...)                  (P * G,)
     advantages = compute_group_normalized_advantages(rewards, ...)
     batch = make_batch(responses, advantages, ...)          (B, T) tensors
+    batch["weights"] = weights_of_tokens(batch, ...)        of the mean over the whole step
     for microbatch in cut_microbatches(batch, ...):
         grpo_microbatch_step(policy, microbatch, ...)       log-probs, loss, backward pass
     optimizer.step()
@@ -28,22 +29,22 @@ whom, with the numbers of the sections:
     train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
     train 13 > add_up_gradients 11 > grpo_microbatch_step 9
                  > token_statistics 11 > statistics_of_logits 7
-                 > compute_loss 9 > kl_of_tokens 8, ppo_loss 9
+                 > compute_loss 9 > kl_in_loss 8, ppo_loss 9
 
 Where the other folders lie beside this file, faster functions with the same results take the place
 of those of section 11, and of no others: what you change here is what runs. What else they add
 (kinds of files, odd models, agents, async rewards) is called in sight, where find_support() stands.
+
+Shapes: P prompts, G responses to each, n responses in all, B rows of a batch (mostly one a
+response), T columns, N tokens, V tokens in the vocabulary. Four log-probs of a sampled token:
+policy (pi, of the weights that are trained), old (the same before this rollout's first update),
+sampler (as the engine that drew the token computed it), ref (of the reference).
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
 tokens are weighted by old / sampler, at most 2, where the engine that sampled computes otherwise;
 the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
-
-Shapes: P prompts, G responses to each, n responses in all, B rows of a batch (mostly one a
-response), T columns, N tokens, V tokens in the vocabulary. Four log-probs of a sampled token:
-policy (pi, of the weights that are trained), old (the same before this rollout's first update),
-sampler (as the engine that drew the token computed it), ref (of the reference).
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -233,9 +234,9 @@ def loading(model_id):
     try:
         yield
     except Exception as error:
-        is_folder = "" if Path(model_id).is_dir() else "is no folder, and "
+        hint = "" if Path(model_id).is_dir() else "is no folder, and "
         raise InputError(
-            f"{str(model_id)!r} {is_folder}cannot be loaded ({' '.join(str(error).split()):.300}); "
+            f"{str(model_id)!r} {hint}cannot be loaded ({' '.join(str(error).split()):.300}); "
             "give a folder written by save_pretrained, or a Hugging Face name"
         ) from error
 
@@ -598,8 +599,8 @@ def reward_fn(response_text, problem):
 
     Write your own reward here, or give one to main(): a function (response_text, problem) ->
     number, or None for a response that it cannot score. If it has a parameter that is named
-    response, it gets the Response as well. score_answer stays: it is asked for other skills, too.
-    """
+    response, it gets the Response as well. Leave score_answer as it is: in evaluations it scores
+    the other skills."""
     return score_answer(response_text, problem)
 
 
@@ -656,7 +657,7 @@ def call_reward(reward, text, problem, response):
     if "response" in inspect.signature(reward).parameters:
         more["response"] = response
     try:
-        with torch.enable_grad():  # gradients stay on here, whatever the reward turns off
+        with torch.enable_grad():  # so that a reward which turns gradients off does so for itself
             return reward(text, problem, **more)
     except Exception as error:
         error.add_note(f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}")
@@ -767,7 +768,7 @@ def make_batch(responses, advantages, device):
     (B, 1). A row is a response, or another conversation of its agent.
 
     advantages: (n,), one for each response, or (n, L), one for each of its tokens, where L is the
-    longest response; a further conversation takes those of its response from the first on. A prompt
+    longest conversation; a further one takes those of its response from the first on. A prompt
     and its response come without a gap, padded on the right. input_ids and labels are shifted
     against each other once, here:
 
@@ -806,7 +807,8 @@ def make_batch(responses, advantages, device):
             "response_index": torch.tensor([i]),
         }
         rows.append(row)
-    # Ids are padded with the row's first one: some models break at the id of the padding token
+    # Ids are padded with the row's first one, by way of -1, which is no id: some models break at
+    # the id of the padding token
     ids = pad_sequence(all_ids, batch_first=True, padding_value=-1)
     batch = {"input_ids": torch.where(ids < 0, ids[:, :1], ids)}
     for name in rows[0]:
@@ -913,11 +915,11 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
     if ref_logits is not None:
         # A larger teacher of a family may have more logits, of no token
         ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
-        difference = log_p - ref_log_p
+        d = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
-        stats["log_ratio"] = difference.detach().gather(1, labels)[:, 0]  # for exact_kl
-        stats["kl_per_token"] = (log_p.exp() * difference).sum(dim=1)  # KL(policy || reference)
-        stats["kl_forward"] = -(ref_log_p.exp() * difference).sum(dim=1)  # KL(reference || policy)
+        stats["log_pi_over_ref"] = d.detach().gather(1, labels)[:, 0]
+        stats["kl_per_token"] = (log_p.exp() * d).sum(dim=1)  # KL(policy || reference)
+        stats["kl_forward"] = -(ref_log_p.exp() * d).sum(dim=1)  # KL(reference || policy)
     return stats
 
 
@@ -936,8 +938,7 @@ def get_response_log_probs(
 # reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
 # is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
 # gradient of KL(policy || reference) of the next token, given those before it. Tokens are weighted
-# by pi / sampler, which makes samples of the sampler's engine count as the policy's own. (The loss
-# of section 9 has this weight in two factors: pi / old is in its ratio, old / sampler beside it.)
+# by pi / sampler, which makes samples of the sampler's engine count as the policy's own.
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -966,25 +967,6 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 EXACT = {"exact": "kl_per_token", "exact_forward": "kl_forward"}
 
 
-def exact_kl(stats, log_ratio, cfg):
-    """Returns the (B, T) KL of an estimator in EXACT, or None for the others."""
-    if cfg.kl_estimator not in EXACT or log_ratio is None:
-        return None
-    check_ref_log_probs(stats, log_ratio)
-    return stats[EXACT[cfg.kl_estimator]]
-
-
-def check_ref_log_probs(stats, log_ratio):
-    """Raises InputError where an edit has put other log-probs into the place of the reference's:
-    the exact KL, which comes from the logits, would know nothing of them."""
-    now = stats["log_probs"] - stats["ref_log_probs"]
-    if not torch.allclose(now, log_ratio, rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise InputError(
-            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
-            "ref_logits in token_statistics, or use another estimator"
-        )
-
-
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """(B, T), (B, T) -> (B, T): the estimate of the KL at each token, in nats."""
     return ESTIMATORS[estimator](policy_log_probs - ref_log_probs)
@@ -1001,7 +983,7 @@ def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
     With kl_gradient = "reverse" the gradient is pi_over_sampler * d * grad log pi, whichever
     estimator gives the number: weighted so, the sampler's tokens count as often as the policy would
     draw them. "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
-    if cfg.kl_gradient == "as_written":  # also where that overflows
+    if cfg.kl_gradient == "as_written":  # not cut as below
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
     value = ESTIMATORS[cfg.kl_estimator](d.clamp(-20, 20))  # exp(-d) may overflow
@@ -1014,43 +996,33 @@ def sum_to_go(kl, mask):
 
 
 def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
-    """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads. On
-    policy this is the gradient of the whole response's KL; "exact" has the least noise."""
-    later = (sum_to_go(kl, mask) - kl).detach()  # without its own
+    """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads: of a
+    response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy this is
+    the gradient of the whole response's KL; "exact" has the least noise."""
+    later = (sum_to_go(kl, mask) - kl).detach()  # a weight of grad log pi
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
 
-def estimates_for_log(d, pi_over_sampler):
-    """(B, T) log-ratios -> {name: (B, T)} of each estimator. With these weights, means are over
-    the policy's own samples."""
-    estimates = {}
-    for name in ESTIMATORS:
-        estimates[f"kl_{name}"] = pi_over_sampler * ESTIMATORS[name](d.clamp(-20, 20))
-    return estimates
+def kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl):
+    """(B, T) -> (B, T): the KL of each token by cfg.kl_estimator, with its gradient."""
+    if cfg.kl_estimator in EXACT:
+        return exact_kl
+    return sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
 
 
-def kl_of_tokens(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl=None):
-    """(B, T) log-probs -> (B, T) KL of each token, and (B, T) tensors for the log. Unless kl_in is
-    "reward" compute_loss adds it, times beta, to the loss. vocab_kl: for estimators in EXACT.
+def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl=None):
+    """kl_in = "loss" or "loss_to_go": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times
+    beta, to the loss of each token. exact_kl: (B, T), of an estimator in EXACT.
 
     kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
-    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()
+    ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()  # a weight
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
-    if cfg.kl_estimator in EXACT:
-        kl = vocab_kl
-    else:
-        kl = sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
-    d = (policy_log_probs - ref_log_probs).detach()
-    charged = apply_term_rule(kl, d, mask, cfg)  # kl itself, without such a rule
+    kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
+    d = (policy_log_probs - ref_log_probs).detach()  # which rules look at
+    kl = apply_term_rule(kl, d, mask, cfg)
     if cfg.kl_in == "loss_to_go":
-        charged = add_gradient_of_later_kl(charged, policy_log_probs, pi_over_sampler, mask)
-    metadata = {
-        "kl_penalty_mean": kl,  # before a rule; of sampled tokens as they are, without weights
-        "adaptive_kl/adapted_kl": charged,
-        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
-        **estimates_for_log(d, pi_over_sampler),
-    }
-    return charged, metadata
+        kl = add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask)
+    return kl
 
 
 def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
@@ -1067,6 +1039,24 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
         charged = torch.where(mask, charged, 0.0)
         return charged.sum(dim=1, keepdim=True).expand_as(charged)
     return sum_to_go(charged, mask)
+
+
+@torch.no_grad()
+def kl_for_log(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl=None):
+    """(B, T) log-probs -> {name: (B, T)} of which the log has the means: the KL before a rule and
+    after it, and each estimator, weighted so that its mean is over the policy's own samples."""
+    ratio = torch.exp(policy_log_probs - sampler_log_probs)
+    pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
+    kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
+    d = policy_log_probs - ref_log_probs
+    tensors = {
+        "kl_penalty_mean": kl,
+        "adaptive_kl/adapted_kl": apply_term_rule(kl, d, mask, cfg),
+        "kl_capped_frac": ratio > cfg.kl_ratio_cap,
+    }
+    for name, estimator in ESTIMATORS.items():
+        tensors[f"kl_{name}"] = pi_over_sampler * estimator(d.clamp(-20, 20))
+    return tensors
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1096,7 +1086,7 @@ def compute_loss(
     kl_coef=0.0,
     mask=None,  # None: all tokens count
     kl_settings=None,  # cfg, or KLSettings
-    vocab_kl=None,  # the KL, for an estimator in EXACT
+    exact_kl=None,  # of an estimator in EXACT
     sampler_log_probs=None,  # as the sampler's engine reported them; None: old_log_probs
     importance_cap=math.inf,
 ):
@@ -1115,20 +1105,34 @@ def compute_loss(
     if ref_log_probs is not None:
         cfg = kl_settings or KLSettings()
         ref_log_probs = torch.where(mask, ref_log_probs, 0.0)
-        kl, kl_metadata = kl_of_tokens(
-            policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, vocab_kl
-        )
         if cfg.kl_in == "reward":
             charged = kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg)
             advantages = advantages - kl_coef * charged
         else:
+            kl = kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl)
             kl_loss = kl_coef * kl
+        kl_metadata = kl_for_log(
+            policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl
+        )
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
     # weighted by their ratio: truncated importance sampling (F. Yao et al., 2025, "On the
-    # Rollout-Training Mismatch in Modern RL Systems").
-    advantages = advantages * torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
-    loss, metadata = ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range)
+    # Rollout-Training Mismatch in Modern RL Systems"). With the ratio of ppo_loss, pi / old, this
+    # is the weight pi / sampler that the KL has, too.
+    old_over_sampler = torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
+    weighted = advantages * old_over_sampler
+    loss, metadata = ppo_loss(policy_log_probs, old_log_probs, weighted, clip_range)
     return loss + kl_loss, means_for_log({**kl_metadata, **metadata}, mask)
+
+
+def check_reference(stats):
+    """Raises InputError where an edit has put other log-probs into the place of the reference's: an
+    exact KL, which comes from the logits, would know nothing of them."""
+    now = stats["log_probs"] - stats["ref_log_probs"]
+    if not torch.allclose(now, stats["log_pi_over_ref"], rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise InputError(
+            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
+            "ref_logits in token_statistics, or use another estimator"
+        )
 
 
 NO_SCALING = torch.amp.GradScaler(enabled=False)
@@ -1143,13 +1147,15 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
     mask = microbatch["response_mask"]
     stats = token_statistics(policy, microbatch, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
-    if "old_log_probs" not in microbatch:
+    if "old_log_probs" not in microbatch:  # the first epoch, whose policy is the old one
         microbatch["old_log_probs"] = log_probs.detach()
     old_log_probs = microbatch["old_log_probs"]
     sampler_log_probs = microbatch["sampler_log_probs"]
     stats["sampler_logprob_diff"] = (old_log_probs - sampler_log_probs).abs()
-    log_ratio = stats.pop("log_ratio", None)  # which is not logged
-    vocab_kl = exact_kl(stats, log_ratio, cfg)
+    exact_kl = None
+    if ref_model is not None and cfg.kl_estimator in EXACT:
+        check_reference(stats)
+        exact_kl = stats[EXACT[cfg.kl_estimator]]
     loss, metadata = compute_loss(
         advantages=microbatch["advantages"],
         policy_log_probs=log_probs,
@@ -1159,7 +1165,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         kl_coef=kl_coef,
         mask=mask,
         kl_settings=cfg,
-        vocab_kl=vocab_kl,
+        exact_kl=exact_kl,
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
@@ -1364,7 +1370,7 @@ def find_support():
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes. Here: all. support/: its share of
-    them, without those that have no gradient, of which the log's means then know nothing."""
+    them, without those that have no gradient. Means in the log are over the rows that are left."""
     return batch
 
 
@@ -1759,8 +1765,8 @@ def set_learning_rate(optimizer, step, n_steps, cfg):
 
 def check_sampler(diff, step, first_diff, cfg):
     """Raises RunStopped where the sampler's log-probs differ from the trainer's by 1 nat per token
-    (with vLLM 0.1) in step 1, or later by much more than in step 1, as they do if the sampler has
-    stale weights."""
+    (by 0.1 with vLLM) in step 1, or later by much more than in step 1, as they do if the sampler
+    has stale weights."""
     limit = cfg.max_sampler_diff
     if limit is None:
         limit = 0.1 if cfg.engine == "vllm" else 1.0
@@ -2182,9 +2188,9 @@ def test_kl_gradient():
     """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
     logits = torch.linspace(-1, 1, N_TOKENS, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
-    # As if there were a response for each token of the vocabulary, of this one token: with three
-    # tokens a batch of three rows and one column, (3, 1). Weighted by the probability of each token
-    # their sum is the mean over what the policy samples.
+    # All samples are enumerated: there is a response for each token of the vocabulary, of this one
+    # token. With three tokens that is a batch of three rows and one column, (3, 1). Weighted by the
+    # probability of each token their sum is the mean over what the policy samples.
     log_p = all_log_probs(logits, 1.0).T
     ref_log_p = all_log_probs(ref_logits, 1.0).T
     probs = log_p.exp()
@@ -2193,7 +2199,7 @@ def test_kl_gradient():
     mask = torch.ones_like(probs, dtype=torch.bool)
     for estimator in [*ESTIMATORS, "exact"]:
         cfg = KLSettings(kl_estimator=estimator)
-        kl, _ = kl_of_tokens(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
+        kl = kl_in_loss(log_p, ref_log_p, log_p.detach(), mask, cfg, exact[:, None])
         mean = (probs.detach() * kl).sum()
         [ours] = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-12)

@@ -123,7 +123,7 @@ CHANGES = {  # name: a text of starter.py, what stands in its place, the quick t
     "mask too early": (MASK, MASK + ".roll(-1)", "test_step"),
     "mask too late": (MASK, "torch.cat([prompt_zeros, torch.arange(n)])", "test_step"),
     "KL swapped": (DIFFERENCE, DIFFERENCE.replace("= (", "= -("), "test_kl_gradient"),
-    "exact KL swapped": ("(log_p.exp() * diff", "(-ref_log_p.exp() * diff", "test_kl_gradient"),
+    "exact KL swapped": ("(log_p.exp() * d)", "(-ref_log_p.exp() * d)", "test_kl_gradient"),
     "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),
     "mean of a microbatch": (LOSS_OF_STEP, "loss = masked_mean(loss, mask)", "test_step"),
     "nothing": (LOSS_OF_STEP, LOSS_OF_STEP, None),
@@ -566,7 +566,7 @@ def statistics_by_hand(log_p, log_q, labels):
         "log_probs": log_p.gather(1, labels[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
         "ref_log_probs": log_q.gather(1, labels[:, None])[:, 0],
-        "log_ratio": (log_p.detach() - log_q).gather(1, labels[:, None])[:, 0],
+        "log_pi_over_ref": (log_p.detach() - log_q).gather(1, labels[:, None])[:, 0],
         "kl_per_token": (log_p.exp() * (log_p - log_q)).sum(dim=1),
         "kl_forward": (log_q.exp() * (log_q - log_p)).sum(dim=1),
     }
@@ -590,7 +590,10 @@ def test_statistics_and_their_gradients_match_the_whole_softmax(monkeypatch, n):
     log_p, log_q = ((x[:, :n] / 0.5).log_softmax(dim=1) for x in (logits, ref_logits))
     by_hand = statistics_by_hand(log_p, log_q, labels)
     torch.testing.assert_close(ours, by_hand)
-    assert not ours.pop("ref_log_probs").requires_grad and not ours.pop("log_ratio").requires_grad
+    assert (
+        not ours.pop("ref_log_probs").requires_grad
+        and not ours.pop("log_pi_over_ref").requires_grad
+    )
     for name, values in ours.items():
         gradients = (
             torch.autograd.grad(x, logits, torch.linspace(-1, 2, 6).double(), retain_graph=True)
@@ -651,7 +654,6 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
         for model in models
     ]
     own = statistics_by_hand(tables[0], tables[1].detach(), labels[mask])
-    del own["log_ratio"]  # which is not logged
     own["mine"] = labels[mask].double()
     zeros = torch.zeros(mask.shape, dtype=torch.float64)
     rows = {name: zeros.masked_scatter(mask, of_tokens) for name, of_tokens in own.items()}

@@ -189,18 +189,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         old_log_probs = inputs.get("old_per_token_logps", log_probs.detach())
         old_log_probs = torch.where(mask, old_log_probs, 0.0)
         stats = self._statistics or {}
-        of_tokens, metadata = starter.kl_of_tokens(
-            log_probs,
-            ref_log_probs,
-            old_log_probs,
-            mask,
-            kl,
-            stats.get(starter.EXACT.get(kl.kl_estimator)),
-        )
+        exact_kl = stats.get(starter.EXACT.get(kl.kl_estimator))
+        given = log_probs, ref_log_probs, old_log_probs, mask, kl, exact_kl
+        metadata = starter.kl_for_log(*given)
         metadata["kl_per_token"] = stats.get("kl_per_token", metadata["kl_k3"])
         self._log_probs = self._statistics = None
         if kl.kl_in != "reward":
-            weighted = of_tokens * self._token_weights(mask, inputs)
+            weighted = starter.kl_in_loss(*given) * self._token_weights(mask, inputs)
             loss = loss + beta * torch.where(mask, weighted, 0.0).sum()
         self._note_kl(metadata, mask, beta)
         return loss

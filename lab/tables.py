@@ -405,7 +405,8 @@ def busy_table():
     lines = []
     for kind, rows in grouped(read_csv("bench_busy"), "side", "threads", "GOMP_SPINCOUNT").items():
         lines.append([*kind, *(row["s"] for row in rows)])
-    return table(["side", "threads", "`GOMP_SPINCOUNT`", "quiet, s", "beside a busy program, s"], lines)
+    headers = ["side", "threads", "`GOMP_SPINCOUNT`", "quiet, s", "beside a busy program, s"]
+    return table(headers, lines)
 
 
 def race_table():

@@ -358,7 +358,7 @@ def train_low_rank(seed, kl):
                 stats["ref_log_probs"],
                 kl.kl_coef,
                 kl_settings=kl,
-                vocab_kl=stats["kl_per_token"],
+                exact_kl=stats["kl_per_token"],
             )
             optimizer.zero_grad()
             (weights * loss).sum().backward()

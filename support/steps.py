@@ -51,7 +51,7 @@ class Page:
                 self.policy, microbatch, cfg.temperature, cfg.precision, self.ref_model
             )
         numbers = {name: microbatch[name] for name in OF_UPDATE}
-        numbers |= {name: x for name, x in stats.items() if name != "log_ratio"}
+        numbers |= {name: x for name, x in stats.items() if name != "log_pi_over_ref"}
         numbers["after"] = numbers["log_probs"]
         log_probs = microbatch["old_log_probs"].clone().requires_grad_()
         numbers["log_probs"] = log_probs.detach()
@@ -64,7 +64,7 @@ class Page:
             beta,
             mask,
             kl_settings=cfg,
-            vocab_kl=stats.get(starter.EXACT.get(cfg.kl_estimator)),
+            exact_kl=stats.get(starter.EXACT.get(cfg.kl_estimator)),
             sampler_log_probs=microbatch["sampler_log_probs"],
             importance_cap=cfg.importance_cap,
         )

@@ -193,7 +193,7 @@ def test_loss_and_gradients_equal_those_of_starter(checkpoint, tmp_path):
         "ref_per_token_logps": ref.detach(),
         "old_per_token_logps": old,
     }
-    vocab_kl = {
+    exact_kl = {
         "exact": (log_p.exp() * (log_p - log_q)).sum(dim=2),
         "exact_forward": (log_q.exp() * (log_q - log_p)).sum(dim=2),
     }
@@ -214,7 +214,7 @@ def test_loss_and_gradients_equal_those_of_starter(checkpoint, tmp_path):
             trainer.beta,
             mask,
             kl,
-            vocab_kl=vocab_kl.get(kl.kl_estimator),
+            exact_kl=exact_kl.get(kl.kl_estimator),
         )
         losses = [trainer._compute_loss(trainer.model, inputs), expected[mask].sum() / (3 * 8)]
         gradients = [
@@ -223,9 +223,9 @@ def test_loss_and_gradients_equal_those_of_starter(checkpoint, tmp_path):
         ]
         torch.testing.assert_close(*losses)
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-        if kl.kl_estimator in vocab_kl:
+        if kl.kl_estimator in exact_kl:
             metadata, *_ = trainer._note_kl.call_args.args
-            torch.testing.assert_close(metadata["kl_per_token"], vocab_kl["exact"])
+            torch.testing.assert_close(metadata["kl_per_token"], exact_kl["exact"])
 
 
 def test_kl_is_the_mean_over_the_tokens_of_all_processes(checkpoint, tmp_path):
