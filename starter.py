@@ -105,6 +105,21 @@ def check_known(name, value, options):
         raise InputError(f"{name} = {value!r} is not known; use one of {near or sorted(options)}")
 
 
+def find_support():
+    """Returns the module support.attach, or None if that folder does not lie beside this file."""
+    if not Path(__file__).with_name("support").is_dir():
+        return None
+    # support/ says `import starter`, and means this module, also if it is a copy with another name
+    own = sys.modules.get(__name__)
+    if sys.modules.setdefault("starter", own) is not own:
+        raise InputError(
+            f"{__name__} and starter are both imported, and support/ serves one of them; import one"
+        )
+    from support import attach
+
+    return attach
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. Problems.  In: the name of a task or file. Out: problems to train on, and held-out ones.
 #
@@ -226,6 +241,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 def autocast(device, precision):
     """Within it the layers compute in this precision. The weights and the loss are float32."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
+
+
+class Float32Head(torch.nn.Linear):
+    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.to(self.weight.dtype))
+
+
+def make_logits_float32(model):
+    """Gives the model's LM head another forward(), with the same weights."""
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear:
+        head.__class__ = Float32Head
 
 
 @contextlib.contextmanager
@@ -763,24 +793,31 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
 # 6. Batch.  In: responses. Out: (B, T) tensors; column t of each is about labels[:, t].
 
 
+def conversations_of(responses):
+    """Returns (index of the response, Response) for each row: each response, and behind it further
+    conversations of the same agent."""
+    found = []
+    for i, response in enumerate(responses):
+        found.append((i, response))
+        found += [(i, other) for other in response.others]
+    return found
+
+
 def make_batch(responses, advantages, device):
     """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response_index" are
     (B, 1). A row is a response, or another conversation of its agent.
 
     advantages: (n,), one for each response, or (n, L), one for each of its tokens, where L is the
-    longest conversation; a further one takes those of its response from the first on. A prompt
-    and its response come without a gap, padded on the right. input_ids and labels are shifted
-    against each other once, here:
+    longest one; the further conversations of an agent read the same row from its first column on.
+    A prompt and its response come without a gap, padded on the right. input_ids and labels are
+    shifted against each other once, here:
 
         prompt [5, 6], response [7, 8]:  input_ids [5, 6, 7]   labels [6, 7, 8]   mask [0, 1, 1]
 
     The mask comes from lengths and not from ids: the stop token may well be the padding token. What
     an agent read between two turns has nan as its log-prob, and is masked.
     What you add to the batch must be (B, T) or (B, 1), since it is cut like the rest."""
-    conversations = []  # (index of the response, prompt with response) of each row
-    for i, response in enumerate(responses):
-        conversations.append((i, response))
-        conversations += [(i, other) for other in response.others]
+    conversations = conversations_of(responses)
     longest = max(len(response.response_ids) for _, response in conversations)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(-1, longest)
@@ -841,8 +878,9 @@ AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_ov
 
 
 def weights_of_conversations(mask, response_index, average, max_new_tokens):
-    """(B, T) mask, (B,) the index of each row's response -> (B, T) weights. The conversations of an
-    agent together weigh as much as one response that has all of their tokens.
+    """(B, T) mask, (B,) the index of each row's response -> (B, T) weights. Otherwise an agent that
+    has two conversations would count twice: here they weigh as much as one response that has all
+    of their tokens.
 
     An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]. Its tokens are counted
     by column: [2, 2, 1]. mean_of_tokens makes [0.4, 0.4, 0.2] of these counts, which the tokens of
@@ -938,7 +976,11 @@ def get_response_log_probs(
 # reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
 # is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
 # gradient of KL(policy || reference) of the next token, given those before it. Tokens are weighted
-# by pi / sampler, which makes samples of the sampler's engine count as the policy's own.
+# by pi / sampler, which makes samples of the sampler's engine count as the policy's own:
+#
+#     the number      k3(d), for the log                        kl_estimator
+#     its gradient    pi / sampler * d * grad log pi            kl_gradient
+#     who pays        the token that has it                     kl_in
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -1116,23 +1158,12 @@ def compute_loss(
         )
     # The sampler's engine computes slightly other log-probs than the trainer. Each token is
     # weighted by their ratio: truncated importance sampling (F. Yao et al., 2025, "On the
-    # Rollout-Training Mismatch in Modern RL Systems"). With the ratio of ppo_loss, pi / old, this
-    # is the weight pi / sampler that the KL has, too.
+    # Rollout-Training Mismatch in Modern RL Systems"). Times the ratio of ppo_loss, pi / old, this
+    # is pi / sampler, the weight that the KL has, but for the caps.
     old_over_sampler = torch.exp(old_log_probs - sampler_log_probs).clamp(max=importance_cap)
     weighted = advantages * old_over_sampler
     loss, metadata = ppo_loss(policy_log_probs, old_log_probs, weighted, clip_range)
     return loss + kl_loss, means_for_log({**kl_metadata, **metadata}, mask)
-
-
-def check_reference(stats):
-    """Raises InputError where an edit has put other log-probs into the place of the reference's: an
-    exact KL, which comes from the logits, would know nothing of them."""
-    now = stats["log_probs"] - stats["ref_log_probs"]
-    if not torch.allclose(now, stats["log_pi_over_ref"], rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise InputError(
-            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
-            "ref_logits in token_statistics, or use another estimator"
-        )
 
 
 NO_SCALING = torch.amp.GradScaler(enabled=False)
@@ -1220,7 +1251,7 @@ class KLController:
     def __init__(self, kl_coef, settings, state=None):
         self.settings = settings  # cfg, or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, settings)
-        self.start = kl_coef  # rules keep within a range around it
+        self.start = kl_coef  # some rules keep within a range around it
         # In the run's checkpoint; a rule may keep averages of its own in it
         self.state = state or {"step": 0, "beta": kl_coef}
         if self.rule is None:  # a run that is resumed with another kl_coef takes that
@@ -1230,13 +1261,13 @@ class KLController:
     def beta(self):
         return self.state["beta"]
 
-    def update(self, kl, reward, used=None):
-        """Returns the next beta. kl: of the step, nats per token; reward: its mean. used: the
-        coefficient of the step, if whoever trains has used another than beta. If kl or reward is
-        not finite, beta stays."""
+    def update(self, kl, reward, beta_of_step=None):
+        """Returns the next beta. kl: of the step, nats per token; reward: its mean. beta_of_step:
+        what train() has used, which an edit may have changed. If kl or reward is not finite, beta
+        stays."""
         self.state["step"] += 1
-        if used is not None:
-            self.state["beta"] = used
+        if beta_of_step is not None:
+            self.state["beta"] = beta_of_step
         if self.rule is not None and math.isfinite(kl + reward):
             self.state["beta"] = self.rule(self, self.settings, kl, reward)
         return self.beta
@@ -1347,21 +1378,6 @@ def mechanic(function):
         return MECHANICS[name](*inputs, **named)
 
     return call
-
-
-def find_support():
-    """Returns the module support.attach, or None if that folder does not lie beside this file."""
-    if not Path(__file__).with_name("support").is_dir():
-        return None
-    # support/ says `import starter`, and means this module, also if it is a copy with another name
-    own = sys.modules.get(__name__)
-    if sys.modules.setdefault("starter", own) is not own:
-        raise InputError(
-            f"{__name__} and starter are both imported, and support/ serves one of them; import one"
-        )
-    from support import attach
-
-    return attach
 
 
 # Learning
@@ -1494,21 +1510,6 @@ def by_first_process(function, *arguments):
 # Weights
 
 
-class Float32Head(torch.nn.Linear):
-    """An LM head whose logits are float32 under autocast, too: bf16 rounds them by up to 0.06."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.to(self.weight.dtype))
-
-
-def make_logits_float32(model):
-    """Gives the model's LM head another forward(), with the same weights."""
-    head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
-        head.__class__ = Float32Head
-
-
 @mechanic
 def weights_by_name(policy):
     """Yields (name, tensor) of the parameters and persistent buffers, as the checkpoint that was
@@ -1590,8 +1591,8 @@ class Run:
             # falls; "first_diff", for check_sampler; and "scaler", of fp16
         }
         self.writes_files = True  # as the only process, or the first of several
-        self.stop = False  # True ends the run after this step, which is evaluated and saved
-        self.in_update = False  # where an error would leave weights of no step
+        self.stop = False  # if train() finds True, it ends the run with this step's checkpoint
+        self.in_update = False  # set by train(), where an error would leave weights of no step
         self.folder = folder_of_run(cfg)
 
     def open(self, policy, optimizer):
@@ -1639,8 +1640,8 @@ class Run:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            path.unlink()
+        for older in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            older.unlink()
 
 
 def check_can_be_saved(policy, optimizer):
@@ -1675,11 +1676,19 @@ def check_can_be_read_back(state):
             ) from error
 
 
+def remove(path):
+    """Removes a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def written_whole(path, content):
     """Gives a place where to write a file or folder, which gets the name `path` when it is on the
     disk: it is whole, or it is not there. content: the tensors in it, whose size is compared with
-    the room that is free. Raises RunStopped where it cannot be written."""
+    the room that is free. Raises RunStopped where it cannot be written, for whatever reason."""
     unfinished = path.with_name("unfinished")
     sizes = [x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
     needed = sum(sizes) / 1e9
@@ -1687,21 +1696,17 @@ def written_whole(path, content):
         if needed > shutil.disk_usage(path.parent).free / 1e9:
             raise OSError("the disk is too full")
         yield unfinished
+        if path.is_dir():  # of a run that was resumed; a file is replaced at once
+            remove(path)
+        unfinished.replace(path)
     except Exception as error:
         free = shutil.disk_usage(path.parent).free / 1e9
         raise RunStopped(
             f"{path} cannot be written ({error}): it needs {needed:.3g} GB, and {free:.3g} GB are "
             f"free; make room, if that is the cause, and add --resume {path.parent}"
         ) from error
-    else:
-        if path.is_dir():  # of a run that was resumed
-            shutil.rmtree(path)
-        unfinished.replace(path)
     finally:
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished)
-        elif unfinished.exists():
-            unfinished.unlink()
+        remove(unfinished)
 
 
 def folder_of_run(cfg):
@@ -1979,6 +1984,17 @@ def check_names(cfg):
         check_known(name, getattr(cfg, name), options[name])
     for name in cfg.kl_adaptation_method.split("+"):
         check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
+
+
+def check_reference(stats):
+    """Raises InputError where an edit has put other log-probs into the place of the reference's: an
+    exact KL, which comes from the logits, would know nothing of them."""
+    now = stats["log_probs"] - stats["ref_log_probs"]
+    if not torch.allclose(now, stats["log_pi_over_ref"], rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise InputError(
+            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
+            "ref_logits in token_statistics, or use another estimator"
+        )
 
 
 def check_settings(cfg):
