@@ -56,7 +56,7 @@ CASES = [  # with what, size, dtype, KL penalty
     "alone M bfloat16 off",
     "alone L float32 off",
 ]
-CASES_WITH_VLLM = ["built-in bfloat16", "S bfloat16", "S float32"]
+CASES_WITH_VLLM = ["built-in bfloat16", "S bfloat16"]
 
 
 # 1. A model and problems, in a folder that every side reads.

@@ -117,10 +117,9 @@ def penalty_table():
     """Without and with the KL penalty, by its defaults."""
     default = f"{starter.cfg_with().kl_coef:g}"
     lines = []
-    of_smollm2 = [run for run in runs_of("smollm2") if "lora_rank" not in run[0]]
-    for settings, rows in [*runs_of("coefficients"), *of_smollm2]:
+    for settings, rows in [*runs_of("coefficients"), *runs_of("smollm2")]:
         kl = settings["kl_coef"], settings["kl_adaptation_method"]
-        if kl in (("off", "off"), (default, "none")):
+        if kl in (("off", "off"), (default, "none")) and "lora_rank" not in settings:
             cells = spread(rows, "solved_after"), spread(rows, "kept_after")
             lines.append([name_of_task(settings), settings["kl_coef"], *cells])
     return table(["task", "`kl_coef`", "solved, %", "kept, %"], lines)
@@ -248,8 +247,7 @@ def teacher_runs():
 
 
 def teacher_table():
-    measured = [*MEASURED, ("s a step", "s_per_step", ".2f")]
-    return run_table(teacher_runs(), ["student", "taught by"], measured)
+    return run_table(teacher_runs(), ["student", "taught by"])
 
 
 def smollm2_table():
