@@ -181,6 +181,17 @@ def engine_of_trl(cfg, problems):
     )
 
 
+def schedule_of_ours(cfg):
+    """Returns TRL's settings of the same learning rates."""
+    import starter
+
+    return dict(
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs=dict(min_lr_rate=starter.FINAL_RATE),
+        warmup_steps=cfg.warmup_steps,
+    )
+
+
 def train_with_trl(settings, rows, **trl_options):
     """TRL's trainer with the same settings, `rows` rows at once, and starter.evaluate."""
     from datasets import Dataset
@@ -228,14 +239,11 @@ def train_with_trl(settings, rows, **trl_options):
         max_steps=cfg.n_train_steps,
         max_completion_length=cfg.max_new_tokens,
         learning_rate=cfg.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=cfg.warmup_steps,
         beta=cfg.kl_coef * cfg.use_kl_penalty,
         adam_beta2=0.95,
         gradient_checkpointing=False,
         logging_steps=10**6,
-        **engine_of_trl(cfg, problems),
-        **trl_options,
+        **{**engine_of_trl(cfg, problems), **schedule_of_ours(cfg), **trl_options},
     )
     prompts = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
     data = Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))})
