@@ -116,9 +116,10 @@ def test_every_tensor_of_a_step_is_on_the_policys_device():
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["1+2+3", "sync, untied", "SmolLM2"])
+@pytest.mark.parametrize("name", ["1+2+3", "sync, untied", "SmolLM2 learns", "frozen"])
 def test_row_of_a_gpu_is_rehearsed(name, tmp_path):
     command = [sys.executable, "-m", "lab.gpu", "--row", name, str(tmp_path), "--rehearse"]
     columns = gpu.columns_of(command, 600)
     assert columns["error"] == ""
     assert columns.get("diff_after", 0.0) < 0.05 < columns.get("diff_stale", 1.0)
+    assert columns.get("found", 2) == 2  # in the step after the first update
