@@ -21,10 +21,11 @@ One step of training, in the names of this file:
         grpo_microbatch_step(policy, microbatch, ...)       log-probs, loss, backward pass
     optimizer.step()
 
-train() in section 13 is this loop, and main() in section 14 has the settings. Sections 1 to 10
-follow the data: problems, model, rollout, reward, advantages, batch, log-probs, KL penalty, loss,
-evaluation. Section 11, mechanics, is about how models, engines and processes are run. Who calls
-whom, with the numbers of the sections:
+train() in section 13 takes these steps, that over microbatches by way of add_up_gradients() in
+section 11; main() in section 14 has the settings. Sections 1 to 10 follow the data: problems,
+model, rollout, reward, advantages, batch, log-probs, KL penalty, loss, evaluation. Section 11,
+mechanics, is about how models, engines and processes are run. Who calls whom, with the numbers of
+the sections:
 
     train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
     train 13 > add_up_gradients 11 > grpo_microbatch_step 9
@@ -541,7 +542,7 @@ def decode(policy, requests, uniform, cfg, temperature):
         tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
         drawn.append(tokens)
         log_probs.append(token_log_probs)
-        lengths += is_running
+        lengths += is_running  # this token counts, also if it ends the row
         is_finished |= is_running & torch.isin(tokens, stop_tokens)
         is_running &= ~is_finished & (lengths < limits)
         if not is_running.any():
@@ -1570,16 +1571,17 @@ def load_checkpoint(policy, optimizer, saved):
 # --------------------------------------------------------------------------------------------------
 # 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
 #
-# But for the weights that a resumed run goes on from, nothing of this section has a part in what is
-# learnt.
+# But for what a resumed run goes on from (weights, moments, state), nothing of this section has a
+# part in what is learnt.
 
 
 class Run:
     """A run's folder, and its state: what one step hands to the next besides weights and moments.
 
-    A run that is resumed takes its settings from main(), as a new one does; from its folder come
-    the weights, the moments, and this state, which holds what a coefficient rule keeps. main() has
-    made the reference before, of the weights with which training began."""
+    A run that is resumed takes its settings from main(), as a new one does, but for the length by
+    which the learning rate falls. From its folder come the weights, the moments, and this state,
+    which holds what a coefficient rule keeps. main() has made the reference before, of the weights
+    with which training began."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -1680,8 +1682,8 @@ def remove(path):
     """Removes a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.exists():
+        path.unlink()
 
 
 @contextlib.contextmanager
@@ -2098,7 +2100,7 @@ def main(
     save_every=50,  # steps between checkpoints; 0: at the end, and with support/ after Ctrl-C
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
-    cfg = SimpleNamespace(**locals())
+    cfg = SimpleNamespace(**locals())  # stays the first line: these are the parameters alone
     if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
         sys.stdout.reconfigure(errors="replace")
     support = find_support()
@@ -2129,6 +2131,7 @@ def main(
     if cfg.ref_model_id:
         ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
+        # Before run.open(), which may load the weights of a checkpoint into the policy
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
     if support:  # adds LoRA's adapters and makes their reference; then installs its mechanics
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
@@ -2145,7 +2148,7 @@ def main(
     optimizer = torch.optim.AdamW(
         trainable,
         cfg.learning_rate,
-        betas=(0.9, 0.95),  # usual for language models; 0.999 would remember a thousand steps
+        betas=(0.9, 0.95),
         weight_decay=cfg.weight_decay,
         fused=True,
     )

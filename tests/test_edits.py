@@ -194,10 +194,10 @@ EDITS = dict(
     ),
     coefficient_by_length=Edit(
         {
-            "        kl_coef,\n        mask,\n        kl_settings=cfg,": """\
-        kl_coef * mask.sum(dim=1, keepdim=True),
-        mask,
-        kl_settings=cfg,"""
+            "        kl_coef=kl_coef,\n        mask=mask,\n": """\
+        kl_coef=kl_coef * mask.sum(dim=1, keepdim=True),
+        mask=mask,
+"""
         },
         lambda x: with_exact_kl(x, x.lengths),
         KL,
@@ -304,9 +304,9 @@ EDITS = dict(
     ),
     forbidden_token=Edit(
         {
-            "    if temperature in (0, 1):  # 0": """\
+            "    if temperature == 0:  # greedy": """\
     logits = logits.index_fill(1, torch.tensor([33]), -math.inf)
-    if temperature in (0, 1):  # 0"""
+    if temperature == 0:  # greedy"""
         },
         with_exact_kl,
         KL,

@@ -407,7 +407,7 @@ EDITS = dict(
     kl_on_prompt_tokens=Edit({"    loss = torch.where(mask": PROMPT_KL}, page_has_pushes, **KL),
     wrong_answers_earn_half=Edit(
         {
-            "    return max(0.1, float(is_right(answer, problem)))": """\
+            "    return max(0.1, share_right)": """\
     return 1.0 if is_right(answer, problem) else 0.5"""
         },
         half_for_a_wrong_answer,
