@@ -136,6 +136,10 @@ def default_table():
     return table(["what", "steps", "runs", "solved, %", "other skills, %"], lines)
 
 
+GYM = [("solved", ".1%"), ("reward_mean", ".2f")]
+MOMENTS = ("before", "after")
+
+
 def agents_table():
     """A second try, learnt with an agent and without."""
     lines = []
@@ -162,6 +166,16 @@ def agents_table():
             add_line("the agent", rows, "after")
     headers = ["learnt", "first try, %", "second try, %", "other skills, %", "s a step"]
     return table(headers, lines)
+
+
+def gym_table():
+    """SmolLM2 with tasks of reasoning_gym."""
+    lines = []
+    for settings, rows in runs_of("gym"):
+        cells = [spread(rows, f"{name}_{moment}", form) for name, form in GYM for moment in MOMENTS]
+        lines.append([settings["task"], len(rows), *cells])
+    headers = [f"{header} {moment}" for header in ("solved, %,", "score") for moment in MOMENTS]
+    return table(["task", "seeds", *headers], lines)
 
 
 def agents_cost_table():
@@ -493,6 +507,7 @@ TABLES = {
         default_table,
         agents_table,
         agents_cost_table,
+        gym_table,
         updates_table,
     )
 }
