@@ -681,12 +681,9 @@ def reward_of_agent(response_text, problem, response):
     return response.reward
 
 
-def call_reward(reward, text, problem, response):
+def call_reward(reward, text, problem, **more):
     """Returns what the reward returns. What it raises, unless it is async, gets a note with the
     response and its problem."""
-    more = {}
-    if "response" in inspect.signature(reward).parameters:
-        more["response"] = response
     try:
         with torch.enable_grad():  # so that a reward which turns gradients off does so for itself
             return reward(text, problem, **more)
@@ -706,9 +703,11 @@ def score(responses, problems, tokenizer, reward):
     texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
     group_size = len(responses) // len(problems)
     texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
+    takes_response = "response" in inspect.signature(reward).parameters
     values = []
     for i, text in enumerate(texts):
-        values.append(call_reward(reward, text, problems[i // group_size], responses[i]))
+        more = {"response": responses[i]} if takes_response else {}
+        values.append(call_reward(reward, text, problems[i // group_size], **more))
     support = find_support()
     if support:
         values = support.awaited(values)  # where the reward is async: all at once

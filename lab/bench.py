@@ -128,14 +128,23 @@ def train_ours(settings, code):
     return log
 
 
+def now():
+    """Returns the time, when a GPU has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def timed(function, seconds):
     """Returns a function that appends (how often it was called, the seconds) to a list."""
 
     @functools.wraps(function)
     def call(*inputs, **named):
-        start = time.perf_counter()
+        start = now()
         result = function(*inputs, **named)
-        seconds.append((len(seconds) + 1, time.perf_counter() - start))
+        seconds.append((len(seconds) + 1, now() - start))
         return result
 
     return call
@@ -221,16 +230,16 @@ def train_with_trl(settings, rows, **trl_options):
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **others):
-            self.start = time.perf_counter()
+            self.start = now()
 
         def on_step_end(self, args, state, *others, **more):
-            seconds = time.perf_counter() - self.start
+            seconds = now() - self.start
             log["time/total"].append((state.global_step, seconds))
             evaluate(state.global_step)
 
     config = GRPOConfig(  # TRL's other defaults are those of main()
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=cfg.device.type == "cpu",
         bf16=cfg.precision == "bf16",
         seed=cfg.seed,
         per_device_train_batch_size=rows,

@@ -381,7 +381,6 @@ def measure_learning(switches, policy, optimizer, llm, problems, cfg, go_on):
     """Until three quarters are solved, of which the seconds of evaluations are no part."""
     row, seconds = {}, []
     starter.log_train = lambda run, step, metrics: seconds.append(metrics["time/total"])
-    log_eval = starter.log_eval
 
     def until(run, step, metrics):
         run.stop = metrics["solved"] >= 0.75
@@ -390,7 +389,6 @@ def measure_learning(switches, policy, optimizer, llm, problems, cfg, go_on):
 
     starter.log_eval = until
     go_on()
-    starter.log_eval = log_eval
     return {**row, "steps": len(seconds), "s": sum(seconds)}
 
 
@@ -418,7 +416,7 @@ def long_problems(cfg):
 
 
 def gsm8k(cfg):
-    """A task: the first of README's other data, from the folder shared/ if it is there."""
+    """A task: GSM8K, from the folder shared/ in the repository or beside it."""
     folder = rows.REPOSITORY / "shared" / "data" / "gsm8k"
     if not folder.is_dir():
         folder = rows.REPOSITORY.parent / "shared" / "data" / "gsm8k"
@@ -429,7 +427,7 @@ def gsm8k(cfg):
 
 
 # Settings of main(), and: shape, or pretrained; switches; trl, options of its trainer; limit_gb
-# (memory that may be used); eager (vLLM compiles nothing, which would take a minute); environment
+# (memory that may be used); environment
 RANDOM = dict(task=long_problems, reward=bench.noise, precision="bf16", n_train_steps=4)
 UPDATE = RANDOM | dict(shape="Qwen3-1.7B", preset="qwen3-1.7b", engine="transformers")
 BOTH = UPDATE | dict(switches=["layers", "statistics"])

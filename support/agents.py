@@ -215,9 +215,8 @@ class Asker:
             conversation.read(messages)
         except NoRoom:
             self.n_refused += 1
-            if (
-                self.n_refused > MOST_REFUSED
-            ):  # `except Exception` in an endless loop lets this pass
+            if self.n_refused > MOST_REFUSED:
+                # In an endless loop `except Exception` lets this one pass
                 raise asyncio.CancelledError from None
             raise
 
