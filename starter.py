@@ -289,12 +289,10 @@ def check_loaded(model_id, policy, keys):
 def init_policy(model_id, device):
     """Returns (policy, tokenizer). The policy is in float32, whatever the checkpoint's dtype: bf16
     keeps 8 bits of a weight, and most updates at learning rates below 1e-5 are smaller."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with loading(model_id):
-        policy, keys = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-        )
+        policy, keys = load_model(model_id, device)
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
     check_loaded(model_id, policy, keys)
     unread = sorted(keys["unexpected_keys"])
@@ -304,7 +302,7 @@ def init_policy(model_id, device):
     support = find_support()
     if support:  # what is odd in some models and tokenizers
         support.mend_model(policy, tokenizer, unread)
-    return policy.to(device), tokenizer  # in eval mode, as from_pretrained gives it
+    return policy, tokenizer
 
 
 def init_teacher(ref_model_id, tokenizer, device):
@@ -1354,10 +1352,10 @@ def log_eval(run, step, metrics):
 #
 # Here are the twelve functions with @mechanic, which the others call as they call any function:
 #
-#     learning    rows_to_train_on, token_statistics, add_up_gradients, clip_gradient
+#     learning    rows_to_train_on, token_statistics, add_up_gradients
 #     sampling    start_decoding, sample, by_first_process
-#     weights     weights_by_name, init_vllm, load_policy_into_vllm_instance, checkpoint_of,
-#                 load_checkpoint
+#     weights     load_model, weights_by_name, init_vllm, load_policy_into_vllm_instance,
+#                 save_checkpoint, load_checkpoint
 #
 # They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
 # call the functions of other sections. So the folder support/ may put a faster function, with the
@@ -1434,10 +1432,8 @@ def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, sca
     return {name: value.item() for name, value in sums.items()}
 
 
-@mechanic
 def clip_gradient(parameters, max_norm):
-    """Scales the gradient down to this norm if it is longer. Returns its norm before. support/:
-    the norm of the parts of several processes together."""
+    """Scales the gradient down to this norm if it is longer. Returns its norm before."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
 
@@ -1511,10 +1507,22 @@ def by_first_process(function, *arguments):
 
 
 @mechanic
+def load_model(model_id, device):
+    """Returns the model of a checkpoint in float32 and eval mode, and what transformers tells of
+    its weights: {"missing_keys": ...}. support/: of several processes each will hold a part."""
+    from transformers import AutoModelForCausalLM
+
+    model, keys = AutoModelForCausalLM.from_pretrained(
+        model_id, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
+    return model.to(device), keys
+
+
+@mechanic
 def weights_by_name(policy):
     """Yields (name, tensor) of the parameters and persistent buffers, as the checkpoint that was
     loaded names them. support/: adapters are added to the weights beside them, and the parts that
-    several processes hold are joined."""
+    several processes hold are joined, one after the other."""
     yield from policy.state_dict().items()
 
 
@@ -1554,14 +1562,29 @@ def load_policy_into_vllm_instance(policy, llm):
 
 
 @mechanic
-def checkpoint_of(policy, optimizer):
-    """Returns what a checkpoint holds of weights and moments."""
-    return {"model": policy.state_dict(), "optimizer": optimizer.state_dict()}
+def save_checkpoint(path, policy, optimizer, state):
+    """Writes a file that holds weights, moments, and the run's state. support/: a folder, to which
+    each of several processes adds its part; with LoRA, what learns alone."""
+    content = {"model": policy.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
+    with written_whole(path, content) as unfinished, open(unfinished, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @mechanic
-def load_checkpoint(policy, optimizer, saved):
-    """Loads weights and moments. The optimiser keeps its settings, such as weight_decay."""
+def load_checkpoint(path, policy, optimizer):
+    """Loads weights and moments. Returns the run's state. support/: also from parts."""
+    if path.is_dir():
+        raise InputError(f"{path} holds the parts of several processes, which support/ can read")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    take_over(policy, optimizer, saved)
+    return saved["state"]
+
+
+def take_over(policy, optimizer, saved):
+    """Loads {"model": ..., "optimizer": ...}. The optimiser keeps its settings, such as
+    weight_decay."""
     policy.load_state_dict(saved["model"])
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
@@ -1599,11 +1622,9 @@ class Run:
     def open(self, policy, optimizer):
         """Goes on from the newest checkpoint, if there is one, and opens TensorBoard's log."""
         check_can_be_saved(policy, optimizer)
-        newest = max(self.folder.glob("checkpoint_*.pt"), default=None)
+        newest = max(self.folder.glob("checkpoint_*"), default=None)
         if newest is not None:
-            saved = torch.load(newest, map_location="cpu", weights_only=True)
-            load_checkpoint(policy, optimizer, saved)
-            self.state = saved["state"]
+            self.state = load_checkpoint(newest, policy, optimizer)
         is_over = False
         if self.cfg.resume:
             print(f"resumed: {self.folder} after step {self.state['step']}")
@@ -1632,17 +1653,12 @@ class Run:
     def save(self, policy, optimizer):
         """Writes checkpoint_<step>.pt. The last two are kept."""
         check_can_be_read_back(self.state)
-        content = {**checkpoint_of(policy, optimizer), "state": self.state}  # by all processes
-        if not self.writes_files:
-            return
-        self.writer.flush()
+        if self.writes_files:
+            self.writer.flush()
         path = self.folder / f"checkpoint_{self.state['step']:08d}.pt"
-        with written_whole(path, content) as unfinished, open(unfinished, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        for older in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            older.unlink()
+        save_checkpoint(path, policy, optimizer, self.state)  # by all processes
+        if self.writes_files:
+            keep_last_two(self.folder)
 
 
 def check_can_be_saved(policy, optimizer):
@@ -1654,7 +1670,7 @@ def check_can_be_saved(policy, optimizer):
             "policy.compile() instead"
         )
     try:
-        checkpoint_of(policy, optimizer)
+        optimizer.state_dict()
     except Exception as error:
         raise InputError(
             f"the optimiser cannot be saved ({error!r:.200}); give it state_dict() and "
@@ -1683,6 +1699,12 @@ def remove(path):
         shutil.rmtree(path)
     elif path.exists():
         path.unlink()
+
+
+def keep_last_two(folder):
+    """Removes older checkpoints."""
+    for older in sorted(folder.glob("checkpoint_*"))[:-2]:
+        remove(older)
 
 
 @contextlib.contextmanager
@@ -2016,16 +2038,18 @@ def check_settings(cfg):
         raise InputError("ref_model_id is read with use_kl_penalty = True alone; set that")
     if cfg.agent is not None and cfg.reward is not reward_fn:
         raise InputError("an agent returns the reward itself; leave reward out")
-    if find_support() is None and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.agent):
+    is_alone = find_support() is None
+    if is_alone and (cfg.lora_rank or cfg.frozen_in_bf16 or cfg.agent or cfg.vllm_tp > 1):
         raise InputError(
-            "lora_rank, frozen_in_bf16 and agent need the folder support/ beside this file"
+            "lora_rank, frozen_in_bf16, agent and vllm_tp need the folder support/ beside this file"
         )
 
 
 def save_model(run, policy, tokenizer):
     """Writes the run's folder model/, as Hugging Face lays it out, with the problems of other
     skills for whoever goes on training it."""
-    weights = dict(weights_by_name(policy))  # by all processes together
+    # All processes take part; the one that writes keeps what it gets.
+    weights = {name: x for name, x in weights_by_name(policy) if run.writes_files}
     if not run.writes_files:
         return
     with written_whole(run.folder / "model", weights) as unfinished:
@@ -2056,6 +2080,7 @@ def main(
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
     gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; with support/, from 1 on: GB of cache
+    vllm_tp=1,  # GPUs, of as many processes, that share a vLLM engine (tensor_parallel_size)
     max_sampler_diff=None,  # nats per token between sampler and trainer; inf: no limit
     # Advantages and loss
     normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"

@@ -125,15 +125,24 @@ def compared(values):
     return kept
 
 
-def outcome(folder):
-    """Returns what two runs of the same settings must share: what is saved, and what is logged."""
+def read_checkpoint(path):
+    """Returns what a checkpoint of one or several processes holds."""
     import torch
 
+    from support import checkpoints
+
+    if path.is_dir():
+        return checkpoints.read_parts(path, lambda keys, shape: None)
+    return torch.load(path, weights_only=True)
+
+
+def outcome(folder):
+    """Returns what two runs of the same settings must share: what is saved, and what is logged."""
     [settings] = folder.glob("runs/*/settings.json")
     run_folder = settings.parent
     files = run_folder.glob("model/*.safetensors")
     model = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    checkpoint = torch.load(max(run_folder.glob("checkpoint_*.pt")), weights_only=True)
+    checkpoint = read_checkpoint(max(run_folder.glob("checkpoint_*")))
     return compared({**model, **checkpoint, **read_log(run_folder)})
 
 

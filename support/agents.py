@@ -19,7 +19,7 @@ import random
 import time
 
 import starter
-from support import edits, endpoint, ranks
+from support import divided, edits, endpoint, ranks
 from support.endpoint import NoRoom
 from support.rewards import event_loop
 
@@ -383,14 +383,27 @@ def play(agent, policy, llm, problems, cfg, seed, group_size, temperature):
     agent, and the reward that it returned. Each of several processes plays for its share."""
     sample = starter.sample
     if ranks.WORLD > 1:
-        ranks.join_weights(policy, llm)
+        divided.join_weights(policy, llm)
         sample = edits.own("sample")
-    game = Game(policy, cfg, lambda requests: sample(policy, llm, requests, cfg, temperature))
+
+    def answer_all(requests):
+        """Each of the processes that run one engine must ask it for the same."""
+        ranks.for_engine(requests, cfg.vllm_tp)
+        return sample(policy, llm, requests, cfg, temperature)
+
+    game = Game(policy, cfg, answer_all)
     asked = [problem for problem in problems for _ in range(group_size)]
     askers = [Asker(problem, seed + i, game) for i, problem in enumerate(asked)]
-    askers = ranks.share_of(askers)
-    game.run(agent, askers)
-    responses = ranks.gather([asker.response() for asker in askers])
+    askers = ranks.share_of(askers, cfg.vllm_tp)
+    responses = []
+    if ranks.RANK % cfg.vllm_tp == 0:
+        game.run(agent, askers)
+        ranks.for_engine(None, cfg.vllm_tp)  # the end
+        responses = [asker.response() for asker in askers]
+    else:
+        while requests := ranks.for_engine(None, cfg.vllm_tp):
+            sample(policy, llm, requests, cfg, temperature)
+    responses = ranks.gather(responses)
     if not any(response.n_written() for response in responses):
         raise starter.RunStopped(
             "no agent asked the policy for anything, so that there is nothing to learn from; "

@@ -5,6 +5,8 @@ loss; this folder makes that faster and looks on."""
 from support import adaptive_rules  # noqa: F401  adds rules to starter's dicts, as tasks does
 from support import (
     agents,
+    checkpoints,
+    divided,
     edits,
     engines,
     fast,
@@ -48,8 +50,9 @@ def check(run):
     rules.check_resume(run)
     rules.check_hub(cfg.model_id, cfg.ref_model_id, cfg.task, cfg.eval_file)
     rules.check_config(cfg)
-    if ranks.WORLD == 1:
-        memory.check_fits(cfg)
+    memory.check_fits(cfg)
+    if ranks.WORLD > 1:
+        edits.replace(load_model=divided.load_model)
     if cfg.engine == "vllm" or cfg.device.type == "cuda":
         engines.attach(cfg)  # before the model is loaded, which then gets another head
 
@@ -58,10 +61,12 @@ def prepare(policy, ref_model, tokenizer, problems, run):
     """3. When everything is loaded: adapters, faster mechanics, several processes. Returns the
     reference: without a teacher, and with LoRA, the policy without its adapters."""
     cfg = run.cfg
-    rules.note_changed_sources(policy, problems, cfg)
+    divided.check_unchanged(policy)
     rules.check_model(policy, tokenizer, problems, cfg)
     agents.begin_run(tokenizer)
-    models.check_reading(policy, [p["prompt_ids"] for some in problems for p in some], cfg)
+    prompts = [p["prompt_ids"] for some in problems for p in some]
+    if ranks.WORLD == 1:
+        models.check_reading(policy, prompts, cfg)  # without adapters
     if cfg.lora_rank:
         start = lora.add_adapters(policy, cfg)
         if cfg.use_kl_penalty:
@@ -75,7 +80,12 @@ def prepare(policy, ref_model, tokenizer, problems, run):
     if cfg.engine == "vllm":  # before the processes divide the policy, which renames its class
         engines.give_text_model(policy, tokenizer, cfg.model_id)
     if ranks.WORLD > 1:
-        ranks.divide(policy, ref_model, cfg)
+        divided.divide(policy, ref_model, cfg)
+        models.check_reading(policy, prompts, cfg)  # whole it may not fit
+        divided.part_weights(policy)  # joined while it was read
+    elif any(path.is_dir() for path in run.folder.glob("checkpoint_*")):
+        edits.replace(load_checkpoint=checkpoints.load_checkpoint)
+    rules.note_changed_sources(policy, problems, cfg)
     gpu.attach(policy, ref_model, cfg)
     edits.log_edits()
     return ref_model

