@@ -4,8 +4,9 @@
     python -m lab.crash_test alone lora   others of CASES
 
 The run is short but whole: two epochs per rollout, a KL penalty with a controller, evaluations, a
-reward that draws random numbers. Each kill is kill -9 of all its processes, in the time that a step
-takes after the line of a random step: while it evaluates, saves, samples or learns. Compared bit
+reward that draws random numbers. Each kill is kill -9 of all its processes, or of one of two, in the
+time that a step takes after the line of a random step: while it evaluates, saves, samples or
+learns. Compared bit
 for bit are the saved model, the weights, AdamW's moments and the state in the last checkpoint, and
 every number in TensorBoard but times and memory, with its step.
 """
@@ -49,7 +50,8 @@ CASES = {  # name: what the table shows, kills, changes of the settings
     "support": ("support/", 20, {}),
     "alone": ("starter.py alone", 10, {}),
     "lora": ("support/, LoRA", 3, dict(lora_rank=4)),
-    "processes": ("support/, 2 processes", 2, {}),
+    "processes": ("support/, 2 processes", 10, {}),
+    "one process": ("support/, one of 2 processes", 10, {}),
     "vllm": ("support/", 2, dict(engine="vllm")),
     "cuda": ("support/, cuda", 2, dict(device="cuda", precision="bf16")),
 }
@@ -84,10 +86,10 @@ def child(settings):
     starter.main(task=sums, reward=noisy_variety, **settings)
 
 
-def run(settings, code, parallel=False, kill=None):
+def run(settings, code, parallel=False, kill=None, only=None):
     """Runs main(**settings) with the starter.py in the folder `code`. parallel: in two processes.
-    kill: (how a line that is printed begins, seconds after it). Returns the exit status and what
-    was printed."""
+    kill: (how a line that is printed begins, seconds after it). only: the number of the process
+    that is killed alone. Returns the exit status and what was printed."""
     command = [sys.executable, "-m", "lab.crash_test", "child", json.dumps(settings)]
     if parallel:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -99,15 +101,15 @@ def run(settings, code, parallel=False, kill=None):
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
     )
-    pids = {process.pid}
+    pids = [process.pid] if only is None else []
     printed = ""
     for line in process.stdout:
         printed += line
         if line.startswith("process "):
-            pids.add(int(line.split()[1]))
+            pids.append(int(line.split()[1]))
         if kill and line.startswith(kill[0]):
             time.sleep(kill[1])
-            for pid in pids:
+            for pid in pids if only is None else pids[only:][:1]:
                 os.kill(pid, signal.SIGKILL)
     return process.wait(), printed
 
@@ -156,9 +158,9 @@ def kill_runs(name, folder):
     bench.save_random("S", folder / "model")
     settings = {**SETTINGS, **changes, "model_id": f"{folder}/model"}
 
-    def one(trial, kill=None, resume=None):
+    def one(trial, kill=None, resume=None, only=None):
         given = {**settings, "out_dir": f"{folder}/{trial}/runs", "resume": resume}
-        return run(given, code, name == "processes", kill)
+        return run(given, code, "process" in name, kill, only)
 
     status, printed = one("whole")
     assert status == 0, printed
@@ -168,13 +170,14 @@ def kill_runs(name, folder):
         rng = random.Random(number)
         step = rng.randint(1, SETTINGS["n_train_steps"])
         seconds = rng.uniform(0, float(seconds_of_steps[step - 1]))
-        status, _ = one(number, (f"Step {step}/", seconds))
+        only = rng.randrange(2) if name == "one process" else None
+        status, _ = one(number, (f"Step {step}/", seconds), only=only)
         one(number, resume=True)
         is_same = outcome(folder / str(number)) == whole
         yield {
             "engine": settings["engine"],
             "parts": parts,
-            "same_bits": is_same and status == -signal.SIGKILL,
+            "same_bits": is_same and status == (1 if name == "one process" else -signal.SIGKILL),
         }
 
 

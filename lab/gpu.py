@@ -2,7 +2,7 @@
 
     python -m lab.gpu              first without vLLM, four minutes; where vLLM is installed, eight
     python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
-    python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv
+    python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv, cards.csv
     bash lab/pack_wheels.sh FOLDER packs what a machine without a network needs, in parts
 
 ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
@@ -39,6 +39,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -72,14 +73,46 @@ def memory_rows():
     """Trainer, reference and vLLM's weights, with microbatches of 4,096 tokens. vLLM's cache comes
     on top."""
     usual = dict(preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm")
-    kl = dict(use_kl_penalty=True)
     found = []
-    for changes in ({}, kl, CHECKPOINTING, LORA, LORA | CHECKPOINTING, SMALL):
+    for changes in ({}, KL, CHECKPOINTING, LORA, LORA | CHECKPOINTING, SMALL):
         cfg = bench.chosen({**usual, **changes, "gpu_mem_util": 1})
         names = ", ".join(f"{name}={value}" for name, value in changes.items())
         for shape in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
             gb = memory.predicted_gb(bench.config_of(shape), cfg, cfg.max_tokens_per_microbatch)
             found.append({"settings": names, "model": shape, "gb": f"{gb:.0f}"})
+    return found
+
+
+KL = dict(use_kl_penalty=True)
+WISHES = {  # what is trained, the best first: settings
+    "all weights, KL": KL,
+    "all weights, KL, checkpointing": KL | CHECKPOINTING,
+    "all weights, checkpointing": CHECKPOINTING,
+    "LoRA": SMALL,
+}
+CACHE = {24: 3, 80: 8}  # GB of a card: of these for vLLM's cache
+ROOM = 0.93  # of a card, for what the driver and torch's allocator take
+
+
+def card_rows():
+    """The first wish that each number of cards fulfils, and the vllm_tp that it takes."""
+    usual = dict(preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm")
+    found = []
+    for card_gb, cache in CACHE.items():
+        for n_cards in (1, 2, 4, 8):
+            for shape in ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B"):
+                row = {"card_gb": card_gb, "cards": n_cards, "model": shape, "trained": "nothing"}
+                for wish, vllm_tp in itertools.product(WISHES, (1, 2, 4, 8)):
+                    if vllm_tp > n_cards:
+                        continue
+                    cfg = bench.chosen({**usual, **WISHES[wish], "gpu_mem_util": cache})
+                    cfg.vllm_tp = vllm_tp
+                    n_tokens = cfg.max_tokens_per_microbatch
+                    gb = memory.predicted_gb(bench.config_of(shape), cfg, n_tokens, n_cards)
+                    if gb + cache <= ROOM * card_gb:
+                        row |= {"trained": wish, "vllm_tp": vllm_tp, "gb": f"{gb + cache:.0f}"}
+                        break
+                found.append(row)
     return found
 
 
@@ -602,6 +635,7 @@ def measure_all(is_rehearsal):
 def main():
     if "--memory" in sys.argv:
         rows.write_csv("gpus", memory_rows())
+        rows.write_csv("cards", card_rows())
     elif "--row" in sys.argv:
         measure(*sys.argv[2:4], "--rehearse" in sys.argv)
     else:

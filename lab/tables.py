@@ -436,6 +436,27 @@ def gpus_table():
     return table(["GB for", *(row["model"] for row in rows)], lines)
 
 
+def cards_table():
+    """What numbers of cards train, by the same formula."""
+    lines = []
+    for (card_gb, n_cards), rows in grouped(read_csv("cards"), "card_gb", "cards").items():
+        cells = []
+        for row in rows:
+            tp = f", `vllm_tp={row['vllm_tp']}`" if row["vllm_tp"] not in ("", "1") else ""
+            cells.append(f"{row['trained']}{tp}" + (f" ({row['gb']})" if row["gb"] else ""))
+        lines.append([f"{n_cards} of {card_gb} GB", *cells])
+    return table(["cards", *(row["model"] for row in rows)], lines)
+
+
+def parts_table():
+    """What a process takes while a model is loaded, handed over and saved."""
+    lines = []
+    for (phase,), rows in grouped(read_csv("parts"), "phase").items():
+        mb = {row["way"]: row["mb_at_most"] for row in rows}
+        lines.append([phase, mb["whole"], mb["in parts"]])
+    return table(["MB", "whole in each process", "in parts"], lines)
+
+
 GPU = {  # header: column
     "model": "model",
     "s a step": "step_s",
@@ -503,6 +524,8 @@ TABLES = {
         busy_table,
         race_table,
         gpus_table,
+        cards_table,
+        parts_table,
         gpu_table,
         default_table,
         agents_table,

@@ -98,9 +98,9 @@ def shard_alone(model, cfg):
 
 
 def shard(model, parts, cfg, reshard):
-    """FSDP2 (arXiv:2304.11277): embedding, blocks and head one by one. Gradients are summed, since the loss is weighted
-    already. In 16 bits a block's weights are gathered in these, and freed with it: autocast would
-    keep its copies of all blocks for the backward pass."""
+    """FSDP2 (arXiv:2304.11277): embedding, blocks and head one by one. Gradients are summed, since
+    the loss is weighted already. In 16 bits a block's weights are gathered in these, and freed with
+    it: autocast would keep its copies of all blocks for the backward pass."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if parts:
