@@ -81,7 +81,7 @@ def child(settings):
     """The run, in its own process."""
     import starter
 
-    print("process", os.getpid(), flush=True)
+    print(f"process {os.getpid()}\n", end="", flush=True)  # in one piece, beside another process
     starter.COEFFICIENT_RULES["growing"] = growing
     starter.main(task=sums, reward=noisy_variety, **settings)
 

@@ -257,15 +257,33 @@ def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_pat
 
 
 OF_TWO_MACHINES = """
-import ast, os, sys
+import ast, os, signal, sys, time
 from pathlib import Path
 import starter
 from conftest import settings
+from support import ranks
 folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
 os.chdir(folder / os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-if changes.pop("fails", None) == int(os.environ["RANK"]):
-    starter.init_policy = None
+ranks.PULSE, ranks.PATIENCE = 0.3, 3.0
+def fail(error):
+    raise error
+acts = {
+    "fails": lambda: fail(TypeError("of an edit")),
+    "lacks memory": lambda: fail(MemoryError()),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is silent": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "is slow": lambda: time.sleep(9),
+    "is well": lambda: None,
+}
+act = acts[changes.pop("process_1", "is well")]
+real = starter.compute_group_normalized_advantages
+def compute_group_normalized_advantages(*given):
+    if os.environ["RANK"] == "1":
+        Path(folder, "process").write_text(str(os.getpid()))
+        act()
+    return real(*given)
+starter.compute_group_normalized_advantages = compute_group_normalized_advantages
 print(starter.main(**settings(checkpoint, "runs", **changes))["after"])
 """
 
@@ -301,14 +319,47 @@ def test_machines_without_a_common_disk_train_and_a_resume_says_what_is_missing(
     assert status == 0 and "after step 2\n" in output, errors
 
 
-def test_process_that_fails_ends_the_others(checkpoint, tmp_path):
+def last_words(errors):
+    """What the processes themselves have said at last, before torchrun's own report."""
+    return re.split(r"\n[EW]\d{4} |\nTraceback", errors.strip())[0].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "event, words",
+    [
+        ("fails", "process 1 has failed: TypeError('of an edit')"),
+        ("lacks memory", "process 1 has failed: MemoryError()"),
+        ("is killed", "another one was killed, perhaps since memory ran out"),
+        # Nobody's connection is closed, as where a machine or a network is gone
+        ("is silent", "processes [1] have given no sign of life for 3 s"),
+    ],
+)
+def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
     script = tmp_path / "script.py"
     script.write_text(OF_TWO_MACHINES)
     for name in "01":
         (tmp_path / name).mkdir()
-    launcher = torchrun(script, tmp_path, checkpoint, dict(fails=1))
-    _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode != 0 and "'NoneType' object is not callable" in errors
+    launcher = torchrun(script, tmp_path, checkpoint, dict(process_1=event))
+    if event == "is silent":  # torchrun itself waits for it
+        said = next((line for line in launcher.stderr if "process 0 ends: " in line), "")
+        os.kill(int(Path(tmp_path, "process").read_text()), signal.SIGKILL)
+        launcher.communicate(timeout=60)
+    else:
+        _, errors = launcher.communicate(timeout=60)
+        said = last_words(errors)
+        assert "process 0 ends: " in errors
+    assert launcher.returncode != 0 and words in said, said
+
+
+def test_slow_reward_ends_nobody(checkpoint, tmp_path):
+    """It takes three times as long as a process may be silent."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO_MACHINES)
+    for name in "01":
+        (tmp_path / name).mkdir()
+    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=1, process_1="is slow"))
+    output, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and "=== Report" in output, errors
 
 
 if __name__ == "__main__":
