@@ -1,6 +1,7 @@
-"""What this project does on one NVIDIA GPU -> lab/results/gpu_update.csv, gpu_vllm.csv.
+"""What this project does on NVIDIA GPUs -> lab/results/gpu_update.csv, gpu_vllm.csv, gpu_cards.csv.
 
     python -m lab.gpu              first without vLLM, four minutes; where vLLM is installed, eight
+    python -m lab.gpu --cards 2    OF_CARDS by torchrun, on as many cards of one machine
     python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
     python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv, cards.csv
     bash lab/pack_wheels.sh FOLDER packs what a machine without a network needs, in parts
@@ -33,6 +34,8 @@ found, the step in which a run ends for that. "engine": seconds of a rollout of 
 without seeds, without log-probs, with flat ones, and of 64 and 256. "learns": how many seconds of
 steps it takes until 75 % are solved. "agents": 64 with tools of 50 ms, and without their time.
 TRL: GRPOTrainer with vLLM in the same process, and the same work.
+
+gpu_cards.csv: the same columns, of the first process; formula_gb of each card.
 """
 
 import contextlib
@@ -58,7 +61,7 @@ import torch
 
 from lab import agents, bench, real_model, rows
 from lab.switches import around_an_update, turn_on
-from support import fast, gpu, memory
+from support import fast, gpu, memory, ranks
 
 ON_GPU = torch.cuda.is_available()
 LORA = dict(lora_rank=16)
@@ -118,7 +121,8 @@ def card_rows():
 
 def columns_of_all(share, policy, cfg):
     """Returns the columns that updates and runs have in common. share: of the card's peak."""
-    row = {"formula_gb": memory.predicted_gb(policy.config, cfg, cfg.max_tokens_per_microbatch)}
+    n_tokens = cfg.max_tokens_per_microbatch
+    row = {"formula_gb": memory.predicted_gb(policy.config, cfg, n_tokens, ranks.WORLD)}
     if ON_GPU:
         if cfg.engine == "vllm" and cfg.gpu_mem_util < 1:
             row["formula_gb"] += cfg.gpu_mem_util * torch.cuda.mem_get_info()[1] / 1e9
@@ -312,7 +316,7 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     collected = seconds_of_collector()
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
-    sync_s = statistics.median(syncs)
+    sync_s = statistics.median(syncs) if syncs else 0.0
     row = {
         "steps": len(steps),
         "step_s": means["time/total"],
@@ -517,6 +521,14 @@ ROWS = {
     "built-in": (measure_run, dict(engine="vllm", preset="tiny", precision="bf16")),
     "Qwen3-1.7B, fp16": (measure_run, QWEN | dict(precision="fp16")),
 }
+OF_CARDS = {
+    "vLLM": (measure_run, QWEN),
+    "vLLM of two": (measure_run, QWEN | dict(vllm_tp=2)),
+    "vLLM of two, KL": (measure_run, QWEN | KL | dict(vllm_tp=2)),
+    "transformers": (measure_run, UPDATE | dict(max_new_tokens=48)),
+    "Qwen3-4B, KL": (measure_run, QWEN | KL | CHECKPOINTING | dict(shape="Qwen3-4B", vllm_tp=2)),
+    "LoRA": (measure_run, QWEN | SMALL | dict(vllm_tp=2)),
+}
 REHEARSAL = dict(n_train_steps=2, rollout_batch_size=16, max_new_tokens=12, n_eval_problems=8)
 SECONDS = 150  # that a row may take
 ALL_SECONDS = {"gpu_update": 240, "gpu_vllm": 480}  # those of a call
@@ -528,7 +540,7 @@ class Done(Exception):
 
 def measure(name, models, is_rehearsal):
     """Prints "result" and the columns of a row. models: a folder for those with random weights."""
-    function, settings = ROWS[name]
+    function, settings = (ROWS if ranks.WORLD == 1 else OF_CARDS)[name]
     settings = {"n_train_steps": 20, **settings}
     shape = settings.pop("shape", None)
     switches = settings.pop("switches", [])
@@ -547,7 +559,10 @@ def measure(name, models, is_rehearsal):
             shape = "small"
         model = Path(models, shape)
         settings["model_id"] = str(model)
-        if not model.is_dir():
+        if ranks.RANK:
+            while not model.is_dir():
+                time.sleep(1)
+        elif not model.is_dir():
             bench.save_random(shape, f"{model}, unfinished")
             Path(f"{model}, unfinished").rename(model)
             torch.cuda.empty_cache()
@@ -606,22 +621,29 @@ def columns_of(command, seconds, environment={}):
     return {"error": f"status {process.wait()}, {printed[-300:]}"}
 
 
-def measure_all(is_rehearsal):
+def measure_all(is_rehearsal, n_cards):
     """Measures the rows that the files have not."""
     begun = time.monotonic()
     place = rows.where() | {"machine": torch.cuda.get_device_name() if ON_GPU else "CPU"}
     has_vllm = importlib.util.find_spec("vllm") is not None
     of_call = ALL_SECONDS["gpu_vllm" if has_vllm else "gpu_update"]
     with tempfile.TemporaryDirectory() as models:
-        for name, (_, settings) in ROWS.items():
-            file = "gpu_vllm" if settings["engine"] == "vllm" else "gpu_update"
+        for name, (_, settings) in (ROWS if n_cards == 1 else OF_CARDS).items():
+            needs_vllm = settings["engine"] == "vllm"
+            file = "gpu_vllm" if needs_vllm else "gpu_update"
+            launcher = []
+            if n_cards > 1:
+                file = "gpu_cards"
+                launcher = (
+                    f"-m torch.distributed.run --standalone --nproc-per-node={n_cards}".split()
+                )
             key = {"row": name, "error": "", "machine": place["machine"], "commit": place["commit"]}
             is_known = any(key.items() <= row.items() for row in rows.read_csv(file))
             passed = time.monotonic() - begun
             left = SECONDS if is_rehearsal else of_call - passed
-            if is_known or left < 30 or file == "gpu_vllm" and not has_vllm:
+            if is_known or left < 30 or needs_vllm and not has_vllm:
                 continue
-            command = [sys.executable, "-m", "lab.gpu", "--row", name, models]
+            command = [sys.executable, *launcher, "-m", "lab.gpu", "--row", name, models]
             command += ["--rehearse"] * is_rehearsal
             variables = settings.get("environment", {})
             columns = columns_of(command, min(left, SECONDS), variables)
@@ -639,7 +661,10 @@ def main():
     elif "--row" in sys.argv:
         measure(*sys.argv[2:4], "--rehearse" in sys.argv)
     else:
-        measure_all("--rehearse" in sys.argv)
+        n_cards = 1
+        if "--cards" in sys.argv:
+            n_cards = int(sys.argv[sys.argv.index("--cards") + 1])
+        measure_all("--rehearse" in sys.argv, n_cards)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import tempfile
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -81,6 +82,9 @@ def attach(cfg):
     if cfg.engine == "vllm":
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # it runs in this process
+        if ranks.WORLD > 1:  # else all of them would write the same files while it compiles
+            cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "vllm")
+            os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / f"process_{ranks.RANK}"))
     if ON_CPU:
         # A response then does not depend on the others of its batch.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
@@ -124,6 +128,8 @@ def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
     [n_together] = SHARED_BY
+    if n_together > 1 and ON_CPU:
+        forget_shared_memory(n_together)
     if n_together > 1:  # each of these processes runs the same engine with its part of the weights
         options |= {
             "tensor_parallel_size": n_together,
@@ -146,6 +152,16 @@ def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
         raise starter.RunStopped(
             f"vLLM did not start ({error!s:.300}); --engine transformers goes on without it"
         ) from error
+
+
+def forget_shared_memory(n_together):
+    """vLLM on a CPU gives memory that its processes share the same name in each run, and fails
+    where a run that was killed has left some. Removes what a process of this number has left."""
+    first = ranks.RANK // n_together * n_together
+    group = "-".join(map(str, range(first, first + n_together)))
+    for path in Path("/dev/shm").glob("*-cpushm_*"):
+        if path.name.endswith(f"[{group}]-cpushm_{ranks.RANK - first}"):
+            path.unlink(missing_ok=True)
 
 
 def give_text_model(policy, tokenizer, model_id):
