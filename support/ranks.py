@@ -32,7 +32,7 @@ def connect(cfg):
     """Connects the processes, and gives this one its GPU. Comes before all that may differ between
     machines: where one process fails, its connections close, and the others end too. Raises
     InputError where machines without a disk in common see other states of a run to resume."""
-    if WORLD % cfg.vllm_tp:
+    if cfg.vllm_tp >= 1 and WORLD % cfg.vllm_tp:
         raise starter.InputError(
             f"vllm_tp = {cfg.vllm_tp} must divide the {WORLD} processes that torchrun has started; "
             "give torchrun --nproc_per_node a multiple of it, or lower it"

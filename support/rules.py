@@ -25,7 +25,13 @@ from support import agents, checkpoints, edits
 
 KINDS = {bool: [bool], int: [int], float: [int, float]}  # of a default: of a value
 # Below these, training would go wrong in silence
-SMALLEST = {"epochs_per_rollout": 1, "importance_cap": 1, "kl_ratio_cap": 1, "max_grad_norm": 1e-9}
+SMALLEST = {
+    "epochs_per_rollout": 1,
+    "importance_cap": 1,
+    "kl_ratio_cap": 1,
+    "max_grad_norm": 1e-9,
+    "vllm_tp": 1,
+}
 # What only a rule of kl_adaptation_method reads
 OF_A_RULE = set(
     "kl_clip_threshold kl_target dynamic_beta_decay reward_threshold beta_min "
@@ -99,6 +105,11 @@ def check_settings(cfg):
         raise InputError(
             f"model_id = {str(cfg.model_id)!r} is a run's folder; its model is "
             f"{str(Path(cfg.model_id, 'model'))!r}"
+        )
+    if cfg.vllm_tp > 1 and cfg.engine != "vllm":
+        raise InputError(
+            f"vllm_tp = {cfg.vllm_tp} changes nothing with engine = {cfg.engine!r}; leave it out, "
+            "or set engine = 'vllm'"
         )
     if cfg.agent is not None:
         agents.check(cfg.agent)

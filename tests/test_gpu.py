@@ -1,7 +1,9 @@
 """What starter.py decides and tells vLLM on a GPU, and rehearsals of lab/gpu.py. None is there:
 torch.cuda and vLLM are stood in for."""
 
+import contextlib
 import inspect
+import os
 import sys
 from unittest import mock
 
@@ -71,6 +73,35 @@ def test_each_process_takes_the_gpu_of_its_rank(llm, monkeypatch):
     ranks.connect(cfg)
     current.assert_called_once_with("cuda:1")
     assert cfg.device == "cuda:1"
+
+
+def test_processes_that_share_an_engine_start_it_together_each_with_a_cache_of_its_own(
+    llm, monkeypatch
+):
+    monkeypatch.setattr(ranks, "WORLD", 4)
+    monkeypatch.setattr(ranks, "RANK", 3)
+    monkeypatch.setattr(engines, "SHARED_BY", [1])
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    engines.attach(starter.cfg_with(engine="vllm", vllm_tp=2, device=torch.device("cuda")))
+    assert os.environ.pop("VLLM_CACHE_ROOT").endswith("process_3")
+    engines.init_vllm("model", 0, 128, 0.2, "bf16")
+    options = llm.call_args.kwargs
+    assert options["tensor_parallel_size"] == 2 and "device_ids" not in options
+    assert options["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize(
+    "n_processes, vllm_tp, is_refused", [(4, 4, False), (4, 3, True), (1, 2, True)]
+)
+def test_processes_must_be_a_multiple_of_those_that_share_an_engine(
+    monkeypatch, n_processes, vllm_tp, is_refused
+):
+    monkeypatch.setattr(ranks, "WORLD", n_processes)
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    refused = pytest.raises(starter.InputError, match=f"must divide the {n_processes} processes")
+    with refused if is_refused else contextlib.nullcontext():
+        ranks.connect(starter.cfg_with(device="cpu", vllm_tp=vllm_tp))
 
 
 def test_engine_that_does_not_start_says_how_to_go_on(llm):

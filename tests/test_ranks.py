@@ -25,9 +25,10 @@ from conftest import REPOSITORY, save_checkpoint, scalars, settings, variety
 from lab import parts
 from lab.crash_test import outcome
 from test_runs import Killed, at_call
+from torch.distributed.tensor import DTensor
 
 import starter
-from support import divided, edits, engines, ranks
+from support import divided, edits, engines, models, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +113,13 @@ def make_runs(file):
         assert 0.4 * n < sum(p.to_local().numel() for p in policy.parameters()) < 0.6 * n
 
     divided.divide = divide
+    check_reading = models.check_reading
+
+    def check(policy, *others):
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+        check_reading(policy, *others)
+
+    models.check_reading = check
     start, started = engines.init_vllm, []
 
     def init_vllm(*options):
@@ -378,6 +386,45 @@ def test_model_that_is_read_in_parts_is_the_one_that_is_read_whole(tmp_path):
     assert launcher.returncode == 0, errors
     found = dict(re.findall(r"^(\w+) (True|False)$", output, flags=re.M))
     assert found == {name: str(name != "kimi_linear") for name in names}
+
+
+IN_16_BITS = """
+import sys
+import torch
+import starter
+from support import divided, edits, engines, ranks
+cfg = starter.cfg_with(device="cpu", engine="vllm", precision="bf16", max_tokens_per_microbatch=99)
+ranks.connect(cfg)
+cfg.device = torch.device("cpu")
+model, _ = divided.load_model(sys.argv[1], cfg.device)
+divided.shard_alone(model, cfg)
+shapes = {tuple(x.shape) for n, x in model.named_parameters() if "layers" in n and x.dim() > 1}
+kept = []
+def keep(tensor):
+    if tensor.dtype == torch.bfloat16 and {tensor.shape, tensor.T.shape} & shapes:
+        kept.append(tensor)
+    return tensor
+with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with starter.autocast(cfg.device, cfg.precision):
+        loss = model(input_ids=torch.arange(12)[None], use_cache=False).logits.sum()
+print(len(kept), sum(tensor.untyped_storage().nbytes() for tensor in kept))
+loss.backward()
+gradients = [parameter.grad for parameter in model.parameters()]
+assert {gradient.dtype for gradient in gradients} == {torch.float32}
+assert all(gradient.to_local().any() for gradient in gradients)
+"""
+
+
+def test_weights_in_16_bits_are_not_kept_for_the_backward_pass(checkpoint, tmp_path):
+    """Of each matrix of the layers, seven in each of two, the backward pass needs what a gather
+    brings back. Autocast alone would keep 2 bytes of each weight."""
+    script = tmp_path / "script.py"
+    script.write_text(IN_16_BITS)
+    launcher = torchrun(script, checkpoint)
+    output, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, errors
+    n_kept, n_bytes = map(int, output.splitlines()[-1].split())
+    assert n_kept >= 14 and n_bytes == 0
 
 
 def last_words(errors):
