@@ -46,7 +46,9 @@ def connect(cfg):
     if not dist.is_initialized():
         longest_wait = datetime.timedelta(hours=1)  # for a reward, or for who writes the model
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=longest_wait)
-        threading.Thread(target=Watch().go_on, daemon=True).start()
+        watch = Watch()
+        for function in (watch.give_signs, watch.look):
+            threading.Thread(target=function, daemon=True).start()
         # Gloo's threads need the interpreter once more: one that is late to release a tensor would
         # find none, and abort a finished run.
         atexit.register(time.sleep, 0.5)
@@ -120,9 +122,9 @@ PATIENCE = 40.0  # seconds without one, after which a process counts as dead
 
 
 class Watch:
-    """Ends this process within a minute where another one has failed or was killed: one that waits
-    for another on a GPU, or on another machine, would not see it. A thread of its own gives signs
-    of life, so that a slow reward ends nobody."""
+    """Ends this process within a minute where another one has failed or was killed, or cannot be
+    reached: one that waits for another on a GPU, or on another machine, would not see it. Threads
+    of their own give signs of life and look for them, so that a slow reward ends nobody."""
 
     def __init__(self):
         self.store = dist.TCPStore(
@@ -131,6 +133,8 @@ class Watch:
         self.lock = threading.Lock()  # the store serves one thread at a time
         self.before = sys.excepthook
         self.has_ended = False
+        self.reason = ""  # for which this process ends
+        self.heard = {rank: time.monotonic() for rank in range(WORLD)}  # its last sign
         sys.excepthook = self.say_why
         atexit.register(self.end)
 
@@ -140,20 +144,23 @@ class Watch:
 
     def tell(self, key, value):
         """Tells it to the others, if there are any left."""
-        try:
-            with self.lock:
-                self.store.set(f"starter/{key}", value)
-        except RuntimeError:
-            pass
+        self.ask(lambda: self.store.set(f"starter/{key}", value))
 
     def told(self, key):
         """Returns what some process has told, or ""."""
+        key = f"starter/{key}"
+        return self.ask(lambda: self.store.check([key]) and self.store.get(key).decode()) or ""
+
+    def ask(self, function):
+        """Calls it, unless another thread still waits for an answer of the store."""
+        if not self.lock.acquire(timeout=PULSE):
+            return None
         try:
-            with self.lock:
-                key = f"starter/{key}"
-                return self.store.get(key).decode() if self.store.check([key]) else ""
-        except RuntimeError:
-            return ""
+            return function()
+        except RuntimeError:  # the machine that has the store has ended
+            return None
+        finally:
+            self.lock.release()
 
     def say_why(self, kind, error, trace):
         """Handles an exception that ends this process. What is of another process that has failed
@@ -167,26 +174,28 @@ class Watch:
             reason = reason or "another one was killed, perhaps since memory ran out"
             print(f"process {RANK} ends: {reason}", file=sys.stderr, flush=True)
 
-    def go_on(self):
-        signs = {}  # of a process: its last one, and when it came
+    def give_signs(self):
+        signs = {}  # the last of each process
         n = 0
         while not self.has_ended:
             n += 1
             self.tell(f"alive/{RANK}", str(n))
-            now = time.monotonic()
-            late = []
             for rank in range(WORLD):
                 sign = self.told(f"alive/{rank}")
-                if sign == "done" or sign != signs.get(rank, (sign, now))[0]:
-                    signs.pop(rank, None)
-                _, since = signs.setdefault(rank, (sign, now))
-                if now - since > PATIENCE:
-                    late.append(rank)
-            reason = self.told("failed")
-            if late:
-                reason = f"processes {late} have given no sign of life for {PATIENCE:.0f} s"
-            if reason and not self.has_ended:
-                time.sleep(PULSE)  # to end by itself, with its own words
-                print(f"process {RANK} ends: {reason}", file=sys.stderr, flush=True)
-                os._exit(1)
+                if sign and (sign == "done" or sign != signs.get(rank)):
+                    signs[rank] = sign
+                    self.heard[rank] = time.monotonic()
+            self.reason = self.reason or self.told("failed")
             time.sleep(PULSE)
+
+    def look(self):
+        """Asks nobody, since an answer may never come."""
+        while True:
+            time.sleep(PULSE)
+            late = [r for r, when in self.heard.items() if time.monotonic() - when > PATIENCE]
+            if late:
+                self.reason = f"no sign of life came from processes {late} for {PATIENCE:.0f} s"
+            if self.reason:
+                time.sleep(PULSE)  # to end by itself, with its own words
+                print(f"process {RANK} ends: {self.reason}", file=sys.stderr, flush=True)
+                os._exit(1)

@@ -439,7 +439,7 @@ def last_words(errors):
         ("lacks memory", "process 1 has failed: MemoryError()"),
         ("is killed", "another one was killed, perhaps since memory ran out"),
         # Nobody's connection is closed, as where a machine or a network is gone
-        ("is silent", "processes [1] have given no sign of life for 3 s"),
+        ("is silent", "no sign of life came from processes [1] for 3 s"),
     ],
 )
 def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
