@@ -1,11 +1,17 @@
-"""What several processes take while a model is loaded, handed to vLLM, and saved.
+"""Several processes that hold a model in parts.
 
-    python -m lab.parts     -> lab/results/parts.csv
+    python -m lab.parts           -> lab/results/parts.csv
+    python -m lab.parts models    -> lab/results/parts_models.csv
 
+parts.csv: what a process takes while a model is loaded, handed to vLLM, and saved.
 Four processes on this machine, a Qwen3 of 118 million parameters with random weights, saved in
 bf16: 472 MB in float32. Once in parts, as support/ does it, and once with every weight whole in
 each process, as before. mb: by how much the resident memory of a process has grown, of that one
 where it grew most, when it is done and at the most; pages of the model's files count, too.
+
+parts_models.csv: a small model with random weights of each type that transformers knows is loaded
+by two processes, in parts where support/ does so, and whole. same: whether weights, buffers and
+logits are the same; "" where no such model can be made.
 """
 
 import json
@@ -117,17 +123,81 @@ def child(way, folder):
         print(json.dumps(found))
 
 
-def measured(way, folder):
-    """Yields a row for each phase."""
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node={N_PROCESSES}".split()
+def compared(name, folder, cfg):
+    """Returns the row of a model that is saved in this folder. All processes come here."""
+    import torch
+
+    from support import checkpoints, divided, edits
+
+    whole, keys = edits.own("load_model")(folder, cfg.device)
+    model, its_keys = divided.load_model(folder, cfg.device)
+    row = {"model": name, "in_parts": model in divided.PARTS}
+    divided.shard_alone(model, cfg)
+    own = {**model.state_dict(), **dict(model.named_buffers())}
+    differ = [key for key in keys if sorted(map(str, keys[key])) != sorted(map(str, its_keys[key]))]
+    for key, tensor in {**whole.state_dict(), **dict(whole.named_buffers())}.items():
+        if not torch.equal(checkpoints.whole(own[key]), tensor):
+            differ.append(key)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    with torch.no_grad():
+        logits = [m(input_ids=ids, use_cache=False).logits for m in (whole, model)]
+    if not torch.allclose(*logits, rtol=0, atol=1e-4, equal_nan=True):
+        differ.append("logits")
+    return {**row, "same": not differ, "differ": " ".join(differ[:3])}
+
+
+def compare_models(folder, names):
+    """One of two processes. The first prints a row, as JSON, for each model."""
+    import torch
+
+    import starter
+    from lab import small_models
+    from support import ranks
+
+    cfg = starter.cfg_with(device="cpu", engine="vllm", precision="float32")
+    ranks.connect(cfg)
+    cfg.device = torch.device("cpu")
+    for name in names or small_models.ROWS:
+        of_model = Path(folder, name.replace(" ", "_"))
+        fault = None
+        if ranks.RANK == 0:
+            try:
+                small_models.make_model(name).save_pretrained(of_model)
+            except Exception as error:  # code of the models' authors
+                fault = f"{error!r:.150}"
+        [fault, _] = ranks.gather([fault])  # the other one waits
+        row = {"model": name, "same": "", "differ": fault}
+        if fault is None:
+            try:
+                row = compared(name, of_model, cfg)
+            except Exception as error:  # theirs again
+                row["differ"] = f"{error!r:.150}"
+        if ranks.RANK == 0:
+            print(f"\n{json.dumps(row)}", flush=True)
+
+
+def output_of(n_processes, *arguments):
+    """Returns what processes of this file print."""
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node={n_processes}".split()
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "lab.parts", way, folder],
+        [sys.executable, *launcher, "-m", "lab.parts", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    of_processes = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def rows_of_models(folder, *names):
+    """Returns the rows of models, or of all."""
+    lines = output_of(2, "compare", folder, *names).splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"model"')]
+
+
+def measured(way, folder):
+    """Yields a row for each phase."""
+    of_processes = json.loads(output_of(N_PROCESSES, way, folder).splitlines()[-1])
     for phase in of_processes[0]:
         row = {"phase": phase, "way": way}
         for column in ("mb", "mb_at_most"):
@@ -149,7 +219,13 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        child(*sys.argv[1:])
-    else:
-        main()
+    match sys.argv[1:]:
+        case []:
+            main()
+        case ["models"]:
+            with tempfile.TemporaryDirectory() as folder:
+                write_csv("parts_models", [row | where() for row in rows_of_models(folder)])
+        case ["compare", folder, *names]:
+            compare_models(folder, names)
+        case [way, folder]:
+            child(way, folder)

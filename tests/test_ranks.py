@@ -345,47 +345,14 @@ def test_no_process_holds_more_than_its_part_and_the_largest_tensor(tmp_path):
         assert grown["whole", phase]["mb_at_most"] > 1.5 * in_parts[phase]["mb_at_most"]
 
 
-OF_MODELS = """
-import sys
-import torch
-import starter
-from lab import small_models
-from support import checkpoints, divided, edits, ranks
-cfg = starter.cfg_with(device="cpu", engine="vllm", precision="float32")
-ranks.connect(cfg)
-cfg.device = torch.device("cpu")
-ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
-for name in sys.argv[2:]:
-    folder = f"{sys.argv[1]}/{name}"
-    if ranks.RANK == 0:
-        small_models.make_model(name).save_pretrained(folder)
-    ranks.gather([])  # the other one waits
-    whole, keys = edits.own("load_model")(folder, cfg.device)
-    model, its_keys = divided.load_model(folder, cfg.device)
-    is_in_parts = model in divided.PARTS
-    assert {**keys} == {**its_keys}
-    divided.shard_alone(model, cfg)
-    own = {**model.state_dict(), **dict(model.named_buffers())}
-    for key, tensor in {**whole.state_dict(), **dict(whole.named_buffers())}.items():
-        assert torch.equal(checkpoints.whole(own[key]), tensor), (name, key)
-    with torch.no_grad():
-        logits = [m(input_ids=ids, use_cache=False).logits for m in (whole, model)]
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    print(name, is_in_parts, flush=True)
-"""
-
-
 def test_model_that_is_read_in_parts_is_the_one_that_is_read_whole(tmp_path):
     """Weights, buffers and logits: of experts, routers with buffers, scaled embeddings, Conv1D; and
     one whose parts transformers would join wrongly."""
-    script = tmp_path / "script.py"
-    script.write_text(OF_MODELS)
     names = "mixtral deepseek_v3 gemma2 gpt2 llama4_text kimi_linear".split()
-    launcher = torchrun(script, tmp_path, *names)
-    output, errors = launcher.communicate(timeout=600)
-    assert launcher.returncode == 0, errors
-    found = dict(re.findall(r"^(\w+) (True|False)$", output, flags=re.M))
-    assert found == {name: str(name != "kimi_linear") for name in names}
+    for row in parts.rows_of_models(str(tmp_path), *names):
+        assert row["same"], row
+        assert row["in_parts"] == (names.pop(0) != "kimi_linear")
+    assert not names
 
 
 IN_16_BITS = """
