@@ -34,8 +34,8 @@ def connect(cfg):
     InputError where machines without a disk in common see other states of a run to resume."""
     if cfg.vllm_tp >= 1 and WORLD % cfg.vllm_tp:
         raise starter.InputError(
-            f"vllm_tp = {cfg.vllm_tp} must divide the {WORLD} processes that torchrun has started; "
-            "give torchrun --nproc_per_node a multiple of it, or lower it"
+            f"vllm_tp = {cfg.vllm_tp} needs a multiple of {cfg.vllm_tp} processes, and this is one "
+            f"of {WORLD}; type torchrun --nproc_per_node={cfg.vllm_tp}, or leave vllm_tp out"
         )
     if WORLD == 1:
         return

@@ -334,7 +334,8 @@ def check_resume(run):
         if missing:
             raise InputError(
                 f"{path} lacks {missing}, which processes on another machine have written there; "
-                "copy the run's folders of all machines together"
+                "copy the run's folders of all machines together, or remove this folder, to go on "
+                "from the one before"
             )
         if run.writes_files and not checkpoints.is_whole(path):
             path.rename(path.with_name(f"damaged_{path.name}"))
