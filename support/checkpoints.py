@@ -99,7 +99,7 @@ def load_checkpoint(path, policy, optimizer):
     if path.is_dir():
         saved = read_parts(path, alike)
     else:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=ranks.WORLD > 1)
         for keys, tensor in [*tensors_in(saved)]:
             part = alike(keys, tensor.shape)
             if part is not None:
@@ -160,7 +160,9 @@ def folder_of_all(path, parts):
         try:
             yield folder, is_own
         except Exception as error:
-            raise starter.RunStopped(f"{path} cannot be written: {error}") from error
+            if is_own:  # it says how much room there is
+                raise
+            raise starter.RunStopped(f"{path} cannot be written ({error})") from error
         if is_own:
             (folder / mark).unlink()
     if is_own:

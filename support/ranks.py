@@ -171,7 +171,10 @@ class Watch:
             self.before(kind, error, trace)
             self.tell("failed", f"process {RANK} has failed: {error!r:.500}")
         if is_of_another:
-            reason = reason or "another one was killed, perhaps since memory ran out"
+            reason = reason or (
+                "another one has ended; if it has said nothing above, it was killed, perhaps since "
+                "memory ran out"
+            )
             print(f"process {RANK} ends: {reason}", file=sys.stderr, flush=True)
 
     def give_signs(self):

@@ -330,6 +330,11 @@ def check_resume(run):
             f"{before['preset']}{needed}, or leave out --resume for a new run"
         )
     for path in run.folder.glob("checkpoint_*"):
+        if not checkpoints.is_whole(path):
+            if run.writes_files:
+                path.rename(path.with_name(f"damaged_{path.name}"))
+                print(f"Warning: {path} is damaged, and renamed; the run goes on from before it")
+            continue
         missing = checkpoints.missing_parts(path)
         if missing:
             raise InputError(
@@ -337,9 +342,6 @@ def check_resume(run):
                 "copy the run's folders of all machines together, or remove this folder, to go on "
                 "from the one before"
             )
-        if run.writes_files and not checkpoints.is_whole(path):
-            path.rename(path.with_name(f"damaged_{path.name}"))
-            print(f"Warning: {path} is damaged, and renamed; the run goes on from before it")
 
 
 def plain(problem):

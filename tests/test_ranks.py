@@ -404,7 +404,7 @@ def last_words(errors):
     [
         ("fails", "process 1 has failed: TypeError('of an edit')"),
         ("lacks memory", "process 1 has failed: MemoryError()"),
-        ("is killed", "another one was killed, perhaps since memory ran out"),
+        ("is killed", "it was killed, perhaps since memory ran out"),
         # Nobody's connection is closed, as where a machine or a network is gone
         ("is silent", "no sign of life came from processes [1] for 3 s"),
     ],
