@@ -7,22 +7,26 @@ checkpoint and the report; with `torchrun --shutdown-timeout 600` longer.
 """
 
 import atexit
+import contextlib
 import datetime
 import functools
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
-import threading
 import time
 
 import torch
 import torch.distributed as dist
 
 import starter
+from support import watch
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
+LAST_WORDS = []  # of this process, if it is one of several
 
 if RANK:  # the first process speaks for all
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
@@ -46,9 +50,7 @@ def connect(cfg):
     if not dist.is_initialized():
         longest_wait = datetime.timedelta(hours=1)  # for a reward, or for who writes the model
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=longest_wait)
-        watch = Watch()
-        for function in (watch.give_signs, watch.look):
-            threading.Thread(target=function, daemon=True).start()
+        LAST_WORDS.append(LastWords())
         # Gloo's threads need the interpreter once more: one that is late to release a tensor would
         # find none, and abort a finished run.
         atexit.register(time.sleep, 0.5)
@@ -118,87 +120,41 @@ def for_engine(value, n_together):
 # 2. The end of all, where one process ends.
 
 PULSE = 5.0  # seconds between two signs of life
-PATIENCE = 40.0  # seconds without one, after which a process counts as dead
+PATIENCE = 40.0  # seconds without one, after which a process is given up
 
 
-class Watch:
-    """Ends this process within a minute where another one has failed or was killed, or cannot be
-    reached: one that waits for another on a GPU, or on another machine, would not see it. Threads
-    of their own give signs of life and look for them, so that a slow reward ends nobody."""
+class LastWords:
+    """Starts support/watch.py beside this process, and tells it, and so the others, how this
+    process ends."""
 
     def __init__(self):
-        self.store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-        )
-        self.lock = threading.Lock()  # the store serves one thread at a time
+        self.store = watch.store_of_all()
         self.before = sys.excepthook
-        self.has_ended = False
-        self.reason = ""  # for which this process ends
-        self.heard = {rank: time.monotonic() for rank in range(WORLD)}  # its last sign
         sys.excepthook = self.say_why
-        atexit.register(self.end)
-
-    def end(self):
-        self.has_ended = True
-        self.tell(f"alive/{RANK}", "done")
+        atexit.register(self.tell, f"alive/{RANK}", "done")
+        numbers = [str(x) for x in (RANK, WORLD, os.getpid(), PULSE, PATIENCE)]
+        self.watch = subprocess.Popen([sys.executable, "-P", watch.__file__, *numbers])
 
     def tell(self, key, value):
-        """Tells it to the others, if there are any left."""
-        self.ask(lambda: self.store.set(f"starter/{key}", value))
-
-    def told(self, key):
-        """Returns what some process has told, or ""."""
-        key = f"starter/{key}"
-        return self.ask(lambda: self.store.check([key]) and self.store.get(key).decode()) or ""
-
-    def ask(self, function):
-        """Calls it, unless another thread still waits for an answer of the store."""
-        if not self.lock.acquire(timeout=PULSE):
-            return None
-        try:
-            return function()
-        except RuntimeError:  # the machine that has the store has ended
-            return None
-        finally:
-            self.lock.release()
+        with contextlib.suppress(RuntimeError):  # the machine that has the store has ended
+            self.store.set(key, value)
 
     def say_why(self, kind, error, trace):
-        """Handles an exception that ends this process. What is of another process that has failed
+        """Handles an exception that ends this process. What is of another process that has ended
         before is said in a line."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which would cut it short
         is_of_another = re.search("gloo|nccl|Connection (closed|reset)", str(error), re.IGNORECASE)
-        reason = is_of_another and self.told("failed")
-        if not reason:
+        if not is_of_another:
             self.before(kind, error, trace)
             self.tell("failed", f"process {RANK} has failed: {error!r:.500}")
-        if is_of_another:
-            reason = reason or (
-                "another one has ended; if it has said nothing above, it was killed, perhaps since "
-                "memory ran out"
-            )
-            print(f"process {RANK} ends: {reason}", file=sys.stderr, flush=True)
-
-    def give_signs(self):
-        signs = {}  # the last of each process
-        n = 0
-        while not self.has_ended:
-            n += 1
-            self.tell(f"alive/{RANK}", str(n))
-            for rank in range(WORLD):
-                sign = self.told(f"alive/{rank}")
-                if sign and (sign == "done" or sign != signs.get(rank)):
-                    signs[rank] = sign
-                    self.heard[rank] = time.monotonic()
-            self.reason = self.reason or self.told("failed")
-            time.sleep(PULSE)
-
-    def look(self):
-        """Asks nobody, since an answer may never come."""
-        while True:
-            time.sleep(PULSE)
-            late = [r for r, when in self.heard.items() if time.monotonic() - when > PATIENCE]
-            if late:
-                self.reason = f"no sign of life came from processes {late} for {PATIENCE:.0f} s"
-            if self.reason:
-                time.sleep(PULSE)  # to end by itself, with its own words
-                print(f"process {RANK} ends: {self.reason}", file=sys.stderr, flush=True)
-                os._exit(1)
+            return
+        reason = ""
+        with contextlib.suppress(RuntimeError):
+            until = time.monotonic() + 2 * PULSE
+            while not reason and time.monotonic() < until:  # its watch may not have seen it yet
+                time.sleep(PULSE / 10)
+                reason = self.store.check(["failed"]) and self.store.get("failed").decode()
+        if not reason:
+            self.before(kind, error, trace)
+            reason = "another one has ended; what it has said stands above"
+        print(f"process {RANK} ends: {reason}", file=sys.stderr, flush=True)

@@ -266,7 +266,7 @@ def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_pat
 
 
 OF_TWO_MACHINES = """
-import ast, os, signal, sys, time
+import ast, ctypes, os, signal, sys
 from pathlib import Path
 import starter
 from conftest import settings
@@ -277,19 +277,21 @@ os.environ["LOCAL_RANK"] = "0"
 ranks.PULSE, ranks.PATIENCE = 0.3, 3.0
 def fail(error):
     raise error
+def of_watch():
+    return ranks.LAST_WORDS[0].watch.pid
 acts = {
     "fails": lambda: fail(TypeError("of an edit")),
     "lacks memory": lambda: fail(MemoryError()),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "is silent": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "is slow": lambda: time.sleep(9),
+    "is silent": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (of_watch(), os.getpid())],
+    "is slow": lambda: ctypes.PyDLL(None).sleep(9),
     "is well": lambda: None,
 }
 act = acts[changes.pop("process_1", "is well")]
 real = starter.compute_group_normalized_advantages
 def compute_group_normalized_advantages(*given):
     if os.environ["RANK"] == "1":
-        Path(folder, "process").write_text(str(os.getpid()))
+        Path(folder, "processes").write_text(f"{of_watch()} {os.getpid()}")
         act()
     return real(*given)
 starter.compute_group_normalized_advantages = compute_group_normalized_advantages
@@ -404,9 +406,9 @@ def last_words(errors):
     [
         ("fails", "process 1 has failed: TypeError('of an edit')"),
         ("lacks memory", "process 1 has failed: MemoryError()"),
-        ("is killed", "it was killed, perhaps since memory ran out"),
+        ("is killed", "process 1 was killed, perhaps for its memory"),
         # Nobody's connection is closed, as where a machine or a network is gone
-        ("is silent", "no sign of life came from processes [1] for 3 s"),
+        ("is silent", "no sign of life from processes [1] for 3 s"),
     ],
 )
 def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
@@ -417,7 +419,8 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
     launcher = torchrun(script, tmp_path, checkpoint, dict(process_1=event))
     if event == "is silent":  # torchrun itself waits for it
         said = next((line for line in launcher.stderr if "process 0 ends: " in line), "")
-        os.kill(int(Path(tmp_path, "process").read_text()), signal.SIGKILL)
+        for number in Path(tmp_path, "processes").read_text().split():
+            os.kill(int(number), signal.SIGKILL)
         launcher.communicate(timeout=60)
     else:
         _, errors = launcher.communicate(timeout=60)
@@ -427,7 +430,7 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
 
 
 def test_slow_reward_ends_nobody(checkpoint, tmp_path):
-    """It takes three times as long as a process may be silent."""
+    """It takes three times as long as a process may be silent, and lets no other thread run."""
     script = tmp_path / "script.py"
     script.write_text(OF_TWO_MACHINES)
     for name in "01":
