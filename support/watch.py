@@ -25,7 +25,8 @@ class Watch:
         self.parent = int(parent)
         self.pulse = float(pulse)  # seconds between two signs of life
         self.patience = float(patience)  # seconds without one, after which a process is given up
-        self.heard = {other: time.monotonic() for other in range(int(world))}  # its last sign
+        self.others = range(int(world))
+        self.heard = {}  # of a process that has given a sign: when it gave the last one
         self.reason = ""  # for which the process ends
 
     def give_signs(self):
@@ -45,7 +46,7 @@ class Watch:
             n += 1
             if own != "done":
                 store.set(f"alive/{self.rank}", str(n))
-            for other in self.heard:
+            for other in self.others:
                 sign = told(f"alive/{other}")
                 if sign and (sign == "done" or sign != signs.get(other)):
                     signs[other] = sign
@@ -58,7 +59,8 @@ class Watch:
         while os.getppid() == self.parent:
             time.sleep(self.pulse)
             now = time.monotonic()
-            late = [other for other, when in self.heard.items() if now - when > self.patience]
+            heard = sorted(self.heard.items())
+            late = [other for other, when in heard if now - when > self.patience]
             if late:
                 self.reason = f"no sign of life from processes {late} for {self.patience:.0f} s"
             if self.reason:

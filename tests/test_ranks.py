@@ -274,7 +274,8 @@ from support import ranks
 folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
 os.chdir(folder / os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-ranks.PULSE, ranks.PATIENCE = 0.3, 3.0
+if changes.get("process_1") in ("is silent", "is slow"):
+    ranks.PULSE, ranks.PATIENCE = 0.5, 6.0
 def fail(error):
     raise error
 def of_watch():
@@ -284,7 +285,7 @@ acts = {
     "lacks memory": lambda: fail(MemoryError()),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is silent": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (of_watch(), os.getpid())],
-    "is slow": lambda: ctypes.PyDLL(None).sleep(9),
+    "is slow": lambda: ctypes.PyDLL(None).sleep(18),
     "is well": lambda: None,
 }
 act = acts[changes.pop("process_1", "is well")]
@@ -408,7 +409,7 @@ def last_words(errors):
         ("lacks memory", "process 1 has failed: MemoryError()"),
         ("is killed", "process 1 was killed, perhaps for its memory"),
         # Nobody's connection is closed, as where a machine or a network is gone
-        ("is silent", "no sign of life from processes [1] for 3 s"),
+        ("is silent", "no sign of life from processes [1] for 6 s"),
     ],
 )
 def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
