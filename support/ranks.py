@@ -131,9 +131,13 @@ class LastWords:
         self.store = watch.store_of_all()
         self.before = sys.excepthook
         sys.excepthook = self.say_why
-        atexit.register(self.tell, f"alive/{RANK}", "done")
+        atexit.register(self.end)
         numbers = [str(x) for x in (RANK, WORLD, os.getpid(), PULSE, PATIENCE)]
         self.watch = subprocess.Popen([sys.executable, "-P", watch.__file__, *numbers])
+
+    def end(self):
+        self.tell(f"alive/{RANK}", "done")
+        self.watch.kill()  # before the store ends
 
     def tell(self, key, value):
         with contextlib.suppress(RuntimeError):  # the machine that has the store has ended

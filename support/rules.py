@@ -338,7 +338,7 @@ def check_resume(run):
         missing = checkpoints.missing_parts(path)
         if missing:
             raise InputError(
-                f"{path} lacks {missing}, which processes on another machine have written there; "
+                f"{path} lacks {missing}; if processes on another machine have written them there, "
                 "copy the run's folders of all machines together, or remove this folder, to go on "
                 "from the one before"
             )

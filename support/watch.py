@@ -5,6 +5,7 @@ program of its own gives signs of life also while a reward lets no other thread 
     python support/watch.py RANK WORLD PARENT PULSE PATIENCE     ranks.py starts it
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -30,7 +31,11 @@ class Watch:
         self.reason = ""  # for which the process ends
 
     def give_signs(self):
-        store = store_of_all()
+        """Until the store ends, as it does when torchrun has ended well."""
+        with contextlib.suppress(RuntimeError):
+            self.give_signs_to(store_of_all())
+
+    def give_signs_to(self, store):
 
         def told(key):
             return store.get(key).decode() if store.check([key]) else ""
