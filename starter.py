@@ -971,18 +971,20 @@ def get_response_log_probs(
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
-# reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token: the number
-# is k3(d), and the gradient d * grad log pi. The mean of this over the policy's own samples is the
-# gradient of KL(policy || reference) of the next token, given those before it. Tokens are weighted
-# by pi / sampler, which makes samples of the sampler's engine count as the policy's own:
+# reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token. By default:
 #
 #     the number      k3(d), for the log                        kl_estimator
 #     its gradient    pi / sampler * d * grad log pi            kl_gradient
 #     who pays        the token that has it                     kl_in
 #
+# The mean of this gradient over the samples is that of KL(policy || reference) of the next token,
+# given those before it; pi / sampler makes samples of the sampler's engine count as the policy's.
+#
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
 # k1 has a mean gradient of 0, k3 that of KL(reference || policy), and only k2 the right one.
+#
+# compute_loss in section 9 calls kl_in_loss or kl_in_reward, and kl_for_log.
 
 
 def k1(d):
@@ -1018,11 +1020,10 @@ def add_gradient(value, surrogate):
 
 
 def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
-    """(B, T) log-probs of the sampled tokens -> (B, T) KL: the number is that of the estimator.
+    """(B, T) log-probs of the sampled tokens -> (B, T) KL, with a number and a gradient of its own.
 
-    With kl_gradient = "reverse" the gradient is pi_over_sampler * d * grad log pi, whichever
-    estimator gives the number: weighted so, the sampler's tokens count as often as the policy would
-    draw them. "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
+    kl_gradient = "reverse" is the gradient above, whichever estimator gives the number.
+    "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
     if cfg.kl_gradient == "as_written":  # not cut as below
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
@@ -1246,9 +1247,9 @@ def apply_term_rule(kl, d, mask, cfg):
 class KLController:
     """beta, the coefficient of the KL term: kl_coef, or what a rule makes of it after an update."""
 
-    def __init__(self, kl_coef, settings, state=None):
-        self.settings = settings  # cfg, or KLSettings
-        self.rule = rule_among(COEFFICIENT_RULES, settings)
+    def __init__(self, kl_coef, cfg, state=None):
+        self.cfg = cfg  # or KLSettings
+        self.rule = rule_among(COEFFICIENT_RULES, cfg)
         self.start = kl_coef  # some rules keep within a range around it
         # In the run's checkpoint; a rule may keep averages of its own in it
         self.state = state or {"step": 0, "beta": kl_coef}
@@ -1259,15 +1260,15 @@ class KLController:
     def beta(self):
         return self.state["beta"]
 
-    def update(self, kl, reward, beta_of_step=None):
-        """Returns the next beta. kl: of the step, nats per token; reward: its mean. beta_of_step:
-        what train() has used, which an edit may have changed. If kl or reward is not finite, beta
-        stays."""
+    def update(self, kl, reward, used_beta=None):
+        """Returns the next beta. kl: of the step, nats per token; reward: its mean. used_beta: that
+        of the step, where an edit of train() has used another one than this class had returned. If
+        kl or reward is not finite, beta stays."""
         self.state["step"] += 1
-        if beta_of_step is not None:
-            self.state["beta"] = beta_of_step
+        if used_beta is not None:
+            self.state["beta"] = used_beta
         if self.rule is not None and math.isfinite(kl + reward):
-            self.state["beta"] = self.rule(self, self.settings, kl, reward)
+            self.state["beta"] = self.rule(self, self.cfg, kl, reward)
         return self.beta
 
 
@@ -1446,6 +1447,23 @@ def name_of_cache(model):
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+def read_on(policy, group, of_cache):
+    """Has the model read what it has not read yet of a group's (b, n) ids: the last ones, or all if
+    it keeps no cache. Returns the (b, V) logits of the next token."""
+    b, n = group.ids.shape
+    n_read = 0 if group.cache is None else n - 1
+    outputs = policy(
+        input_ids=group.ids[:, n_read:],
+        # Some models would count from 0 in each call
+        position_ids=torch.arange(n_read, n, device=policy.device).expand(b, -1),
+        use_cache=True,
+        logits_to_keep=1,
+        **{of_cache: group.cache},
+    )
+    group.cache = getattr(outputs, of_cache, None)
+    return outputs.logits[:, -1]
+
+
 @mechanic
 def start_decoding(policy, prompts):
     """B prompts -> a function that returns the (B, V) logits of each row's next token. It is called
@@ -1471,18 +1489,7 @@ def start_decoding(policy, prompts):
         for group in groups:
             if tokens is not None:
                 group.ids = torch.cat([group.ids, tokens[group.rows]], dim=1)
-            b, n = group.ids.shape
-            n_read = 0 if group.cache is None else n - 1
-            outputs = policy(
-                input_ids=group.ids[:, n_read:],
-                # Some models would count from 0 in each call
-                position_ids=torch.arange(n_read, n, device=policy.device).expand(b, -1),
-                use_cache=True,
-                logits_to_keep=1,
-                **{of_cache: group.cache},
-            )
-            group.cache = getattr(outputs, of_cache, None)
-            logits.append(outputs.logits[:, -1])
+            logits.append(read_on(policy, group, of_cache))
         return torch.cat(logits)[order]
 
     return next_logits
@@ -1733,27 +1740,36 @@ def written_whole(path, content):
 
 
 def folder_of_run(cfg):
-    """Returns the folder of a new run, named by its time, or that of the run to resume. Raises
-    InputError if there is none, or no new one can be made."""
+    """Returns the folder of the run to resume, or that of a new one, which is not made yet."""
+    return folder_to_resume(cfg) if cfg.resume else new_folder(cfg)
+
+
+def new_folder(cfg):
+    """Returns a folder that is named by the time. Raises InputError if it could not be made."""
     out_dir = Path(cfg.out_dir)
-    if not cfg.resume:
-        there = out_dir.absolute()
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise InputError(
-                f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
-                "into; give another"
-            )
-        name = cfg.run_name.replace("/", "_")
-        return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{name}"
-    found = list(out_dir.glob("*/settings.json"))
-    if cfg.resume is not True:
-        found = [Path(cfg.resume, "settings.json")]
-    found = [path for path in found if path.is_file()]
+    there = out_dir.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(
+            f"out_dir = {str(cfg.out_dir)!r}: {there} is no folder that this program may write "
+            "into; give another"
+        )
+    name = cfg.run_name.replace("/", "_")
+    return out_dir / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{name}"
+
+
+def folder_to_resume(cfg):
+    """Returns the folder that cfg.resume names; if it is True, that of the run begun last. Raises
+    InputError if there is none."""
+    if cfg.resume is True:
+        settings_files = list(Path(cfg.out_dir).glob("*/settings.json"))
+    else:
+        settings_files = [Path(cfg.resume, "settings.json")]
+    found = [path for path in settings_files if path.is_file()]
     if not found:
         raise InputError(f"resume: {cfg.resume} is no folder of a run; give one")
-    return max(found, key=os.path.getmtime).parent  # the one that was begun last
+    return max(found, key=os.path.getmtime).parent
 
 
 def text_of_settings(cfg):
@@ -1808,6 +1824,29 @@ def check_sampler(diff, step, first_diff, cfg):
         )
 
 
+def length_of_schedule(cfg, state):
+    """Returns the step until which the learning rate falls: the n_train_steps with which the run
+    began. A run that is resumed keeps it."""
+    n_steps = state.setdefault("n_steps", cfg.n_train_steps)
+    if n_steps != cfg.n_train_steps:
+        print(
+            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
+            f"began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
+        )
+    return n_steps
+
+
+def make_scaler(device, cfg, state):
+    """Returns torch's scaler of the loss: in fp16 small gradients would become 0. In other
+    precisions it does nothing."""
+    is_fp16 = cfg.precision == "fp16"
+    # After an overflow the scale grows back within a run: by default after 2,000 steps
+    scaler = torch.amp.GradScaler(device.type, growth_interval=20, enabled=is_fp16)
+    if "scaler" in state:
+        scaler.load_state_dict(state["scaler"])
+    return scaler
+
+
 def train(
     policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
 ):
@@ -1830,17 +1869,8 @@ def train(
     kl_coef = controller.beta
     trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_prompts = cfg.rollout_batch_size // cfg.group_size
-    n_steps = state.setdefault("n_steps", cfg.n_train_steps)
-    if n_steps != cfg.n_train_steps:
-        print(
-            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
-            f"began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
-        )
-    # After an overflow the scale grows back within a run: by default after 2,000 steps
-    is_fp16 = cfg.precision == "fp16"
-    scaler = torch.amp.GradScaler(policy.device.type, growth_interval=20, enabled=is_fp16)
-    if "scaler" in state:
-        scaler.load_state_dict(state["scaler"])
+    n_steps = length_of_schedule(cfg, state)
+    scaler = make_scaler(policy.device, cfg, state)
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
@@ -1986,9 +2016,11 @@ def choose_device(cfg):
     elif cfg.precision == "auto":
         has_bf16 = torch.cpu.get_capabilities().get("amx_bf16", False)
         cfg.precision = "bf16" if has_bf16 else "float32"
+    has_vllm = importlib.util.find_spec("vllm") is not None
     if cfg.engine == "auto":
-        has_vllm = importlib.util.find_spec("vllm")
         cfg.engine = "vllm" if on_gpu and has_vllm else "transformers"
+    if cfg.engine == "vllm" and not has_vllm:
+        raise InputError("engine = 'vllm' needs the package vllm; install it, or leave engine out")
     print(f"{cfg.device} | precision: {cfg.precision} | engine: {cfg.engine}")
 
 
@@ -2124,7 +2156,9 @@ def main(
     save_every=50,  # steps between checkpoints; 0: at the end, and with support/ after Ctrl-C
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
-    cfg = SimpleNamespace(**locals())  # stays the first line: these are the parameters alone
+    # The first line, so that these are the parameters alone. None and "auto" in it are replaced
+    # below, by begin(), apply_preset() and choose_device()
+    cfg = SimpleNamespace(**locals())
     if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
         sys.stdout.reconfigure(errors="replace")
     support = find_support()

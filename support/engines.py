@@ -109,8 +109,6 @@ def init_vllm(model_id, *others):
 
 
 def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
-    from vllm import LLM
-
     if ON_CPU:
         options = {
             "enforce_eager": True,
@@ -138,6 +136,8 @@ def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
     elif not ON_CPU:
         options["device_ids"] = [torch.cuda.current_device()]
     try:
+        from vllm import LLM
+
         return LLM(
             str(model_id),
             seed=seed,

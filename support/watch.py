@@ -61,9 +61,13 @@ class Watch:
 
     def look(self):
         """Asks nobody, since an answer may never come."""
+        now = time.monotonic()
         while os.getppid() == self.parent:
+            before = now
             time.sleep(self.pulse)
             now = time.monotonic()
+            if now - before > self.patience / 2:  # this program was halted, as by Ctrl-Z
+                self.heard = dict.fromkeys(self.heard, now)  # and perhaps the others with it
             heard = sorted(self.heard.items())
             late = [other for other, when in heard if now - when > self.patience]
             if late:

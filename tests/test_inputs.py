@@ -3,6 +3,7 @@ anything is written; what changes nothing, or is often a mistake, is said."""
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import re
 import shutil
@@ -76,6 +77,13 @@ def test_wrong_setting_or_one_without_effect_is_refused_before_anything_is_writt
     given = starter.settings_from(text.format(tmp_path).split())
     words = WRONG[text].replace("{}", str(tmp_path))
     assert words in refusal(starter.main, device="cpu", out_dir=tmp_path / "runs", **given)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_vllm_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    given = dict(device="cpu", engine="vllm", out_dir=tmp_path / "runs")
+    assert "vllm; install it, or leave engine out" in refusal(starter.main, **given)
     assert not (tmp_path / "runs").exists()
 
 

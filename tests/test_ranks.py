@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -266,7 +267,7 @@ def test_sigterm_stops_torchrun_and_the_same_command_goes_on(checkpoint, tmp_pat
 
 
 OF_TWO_MACHINES = """
-import ast, ctypes, os, signal, sys
+import ast, ctypes, os, signal, sys, time
 from pathlib import Path
 import starter
 from conftest import settings
@@ -274,7 +275,7 @@ from support import ranks
 folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
 os.chdir(folder / os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-if changes.get("process_1") in ("is silent", "is slow"):
+if changes.get("process_1") in ("is silent", "is slow", "is halted"):
     ranks.PULSE, ranks.PATIENCE = 0.5, 6.0
 def fail(error):
     raise error
@@ -286,13 +287,14 @@ acts = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is silent": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (of_watch(), os.getpid())],
     "is slow": lambda: ctypes.PyDLL(None).sleep(18),
+    "is halted": lambda: time.sleep(1),  # to be found in a step
     "is well": lambda: None,
 }
 act = acts[changes.pop("process_1", "is well")]
 real = starter.compute_group_normalized_advantages
 def compute_group_normalized_advantages(*given):
+    Path(folder, "processes_" + os.environ["RANK"]).write_text(f"{of_watch()} {os.getpid()}")
     if os.environ["RANK"] == "1":
-        Path(folder, "processes").write_text(f"{of_watch()} {os.getpid()}")
         act()
     return real(*given)
 starter.compute_group_normalized_advantages = compute_group_normalized_advantages
@@ -420,7 +422,7 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
     launcher = torchrun(script, tmp_path, checkpoint, dict(process_1=event))
     if event == "is silent":  # torchrun itself waits for it
         said = next((line for line in launcher.stderr if "process 0 ends: " in line), "")
-        for number in Path(tmp_path, "processes").read_text().split():
+        for number in Path(tmp_path, "processes_1").read_text().split():
             os.kill(int(number), signal.SIGKILL)
         launcher.communicate(timeout=60)
     else:
@@ -437,6 +439,28 @@ def test_slow_reward_ends_nobody(checkpoint, tmp_path):
     for name in "01":
         (tmp_path / name).mkdir()
     launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=1, process_1="is slow"))
+    output, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and "=== Report" in output, errors
+
+
+def test_halt_of_all_processes_ends_nobody(checkpoint, tmp_path):
+    """As by Ctrl-Z and fg. It lasts longer than a process may be silent."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO_MACHINES)
+    for name in "01":
+        (tmp_path / name).mkdir()
+    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=9, process_1="is halted"))
+    numbers = []  # of both processes and their watches
+    while len(numbers) < 4:
+        assert launcher.poll() is None, launcher.stderr.read()
+        texts = [file.read_text() for file in tmp_path.glob("processes_*")]
+        numbers = [int(number) for text in texts for number in text.split()]
+    for number in numbers:
+        os.kill(number, signal.SIGSTOP)
+    time.sleep(9)
+    for number in numbers:
+        os.kill(number, signal.SIGCONT)
+        time.sleep(0.3)
     output, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and "=== Report" in output, errors
 
