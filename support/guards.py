@@ -3,18 +3,20 @@ signs of trouble, and ends the run after Ctrl-C. Nothing here enters a sample, a
 """
 
 import contextlib
+import inspect
 import math
 import shlex
 import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 from statistics import fmean
 
 import torch
 
 import starter
-from support import agents, edits, fast, gpu, lora, ranks, report, resumed, steps
+from support import agents, edits, fast, gpu, lora, ranks, report, resumed, rules, steps
 from support.safely import safely
 
 # What this process's run holds: the open lock file, since the lock lasts as long as that is open,
@@ -70,6 +72,16 @@ def lock(run):
         ) from None
 
 
+def program_of(cfg):
+    """Returns the files that hold what runs: starter.py, and those of the functions that a script
+    has given to main()."""
+    files = {starter.__file__}
+    for given in (cfg.task, cfg.reward, cfg.agent):
+        with contextlib.suppress(TypeError):  # no function, such as the name of a task
+            files.add(inspect.getsourcefile(inspect.unwrap(given)))
+    return [file for file in files if file is not None and Path(file).is_file()]
+
+
 class Guards:
     """Called after each step and each evaluation with what they made, of which it changes nothing.
     What must survive a resume is in run.state."""
@@ -88,9 +100,9 @@ class Guards:
         self.n_interrupted = 0  # steps one after the other
         lock(run)
         if run.writes_files:
-            shutil.copyfile(
-                starter.__file__, run.folder / f"starter_from_step_{run.state['step'] + 1}.py"
-            )
+            for file in program_of(run.cfg):
+                name = f"{Path(file).stem}_from_step_{run.state['step'] + 1}.py"
+                shutil.copyfile(file, run.folder / name)
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -223,12 +235,12 @@ class Guards:
         edits.restore()
         close()
         if self.signal and run.state["step"] < run.cfg.n_train_steps:
-            command = ""
-            if sys.argv[0].endswith("starter.py"):
-                command = f"{shlex.join(['python', *sys.argv])} "
+            again = f"main(..., resume={str(run.folder)!r})"  # in the script
+            if rules.is_program():
+                again = f"{shlex.join(['python', *sys.argv])} --resume {run.folder}"
             print(
                 f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on: "
-                f"{command}--resume {run.folder}, or resume={str(run.folder)!r} in a script"
+                f"{again}"
             )
             raise SystemExit(128 + self.signal)
 

@@ -70,6 +70,25 @@ def check_kinds(cfg, given):
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
     if changed:
         print(f"not the defaults: {changed}")
+    say_what_is_for_the_script(cfg)
+
+
+def is_program():
+    """Whether starter.py, or a copy with another name, was started, and not a script that imports
+    it."""
+    return Path(sys.argv[0]).resolve() == Path(starter.__file__).resolve()
+
+
+def say_what_is_for_the_script(cfg):
+    """main() reads no command line, so that `python script.py --resume` may have no part in it."""
+    if is_program():
+        return
+    for name, default in vars(starter.cfg_with()).items():
+        if f"--{name}" in sys.argv and getattr(cfg, name) == default:
+            print(
+                f"--{name} was typed for the script, which gives main() {name} = {default!r}; a "
+                f"script has to pass it on, as in main({name}=...)"
+            )
 
 
 def check_is_read(name, value, cfg):

@@ -5,6 +5,7 @@ starter.py alone ("alone") or with support/ ("support").
 """
 
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -312,6 +314,22 @@ def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(ch
     assert list(scalars(newer)["train/loss"]) == [1, 2]
     source = Path(starter.__file__).read_bytes()
     assert (newer / "starter_from_step_2.py").read_bytes() == source
+
+
+def test_script_is_kept_with_the_run_and_told_what_it_has_not_passed_on(
+    checkpoint, tmp_path, capsys, monkeypatch
+):
+    script = tmp_path / "my_script.py"
+    script.write_text("def reward(text, problem):\n    return float(len(text))\n")
+    spec = importlib.util.spec_from_file_location("my_script", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [str(script), "--resume", "--seed", "3"])
+    given = settings(checkpoint, tmp_path, n_train_steps=1, seed=3)
+    folder = run("support", **{**given, "reward": module.reward})["run_folder"]
+    assert (folder / "my_script_from_step_1.py").read_text() == script.read_text()
+    printed = capsys.readouterr().out
+    assert "--resume was typed for the script" in printed and "--seed was" not in printed
 
 
 def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint, tmp_path, capsys):
