@@ -6,9 +6,8 @@
 The run is short but whole: two epochs per rollout, a KL penalty with a controller, evaluations, a
 reward that draws random numbers. Each kill is kill -9 of all its processes, or of one of two, in
 the time that a step takes after the line of a random step: while it evaluates, saves, samples or
-learns. Compared bit
-for bit are the saved model, the weights, AdamW's moments and the state in the last checkpoint, and
-every number in TensorBoard but times and memory, with its step.
+learns. Compared bit for bit are the saved model, the weights, AdamW's moments and the state in the
+last checkpoint, and every number in TensorBoard but times and memory, with its step.
 """
 
 import hashlib

@@ -64,6 +64,7 @@ from lab.switches import around_an_update, turn_on
 from support import fast, gpu, memory, ranks
 
 ON_GPU = torch.cuda.is_available()
+KL = dict(use_kl_penalty=True)
 LORA = dict(lora_rank=16)
 CHECKPOINTING = dict(gradient_checkpointing=True)
 SMALL = LORA | CHECKPOINTING | dict(frozen_in_bf16=True)
@@ -86,7 +87,6 @@ def memory_rows():
     return found
 
 
-KL = dict(use_kl_penalty=True)
 WISHES = {  # what is trained, the best first: settings
     "all weights, KL": KL,
     "all weights, KL, checkpointing": KL | CHECKPOINTING,

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lab import bench
 from lab.rows import REPOSITORY, where, write_csv
 
 N_PROCESSES = 4
@@ -30,24 +31,11 @@ WAYS = ("whole", "in parts")
 def save_model(folder):
     """Returns the megabytes of its weights in float32, and those of the largest."""
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from support import tasks
-
-    config = Qwen3Config(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    model.bfloat16().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tasks.TINY).save_pretrained(folder)
+    bench.save_random("118M", folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(bench.config_of("118M"))
     sizes = [4 * parameter.numel() / 1e6 for parameter in model.parameters()]
     return sum(sizes), max(sizes)
 

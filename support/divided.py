@@ -111,7 +111,10 @@ def divide(policy, ref_model, cfg):
         save_checkpoint=checkpoints.save_parts,
         load_checkpoint=checkpoints.load_checkpoint,
     )
-    print(f"{WORLD} processes divide the weights and the work, without support/fast.py")
+    print(
+        f"{WORLD} processes divide the weights and the work; what support/fast.py does for one "
+        "process with whole weights has no part in it"
+    )
 
 
 def shard_alone(model, cfg):
