@@ -8,7 +8,7 @@
     python starter.py                       quick tests, then main(): evaluate, train, evaluate
     python starter.py --n_train_steps 50    with another value for a parameter of main()
     python starter.py --model_id ID --task FILE.jsonl --learning_rate 1e-5 --max_new_tokens 64
-                                            what a lone copy of this file needs
+                                            the first two are what a lone copy of this file needs
 
 One step of training, in the names of this file:
 
@@ -21,8 +21,8 @@ One step of training, in the names of this file:
         grpo_microbatch_step(policy, microbatch, ...)       log-probs, loss, backward pass
     optimizer.step()
 
-train() in section 13 takes these steps, that over microbatches by way of add_up_gradients() in
-section 11; main() in section 14 has the settings. Sections 1 to 10 follow the data: problems,
+train() in section 13 takes these steps; the loop over microbatches is add_up_gradients() in section
+11; main() in section 14 has the settings. Sections 1 to 10 follow the data: problems,
 model, rollout, reward, advantages, batch, log-probs, KL penalty, loss, evaluation. Section 11,
 mechanics, is about how models, engines and processes are run. Who calls whom, with the numbers of
 the sections:
@@ -448,12 +448,12 @@ class Request(NamedTuple):
 class Response(NamedTuple):
     prompt_ids: list
     response_ids: list  # as the sampler gave them; the token that ended it included
-    # Of response_ids, at the sampling temperature; if greedy, at 1. nan: the policy did not write
-    # this token, but an agent's words that it read between two turns.
+    # Of response_ids, at the sampling temperature; if greedy, at 1. nan: a token that the policy
+    # did not write but read, such as a tool's reply to an agent.
     log_probs: list
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
     reward: float | None = None  # where an agent has given one
-    others: tuple = ()  # Responses: further conversations of the same agent, learnt from alike
+    others: tuple = ()  # Responses: further conversations of the same agent, which are trained on
 
     def n_written(self):
         """Tokens that the policy wrote."""
@@ -533,9 +533,10 @@ def decode(policy, requests, uniform, cfg, temperature):
     drawn = []  # (B, 1) each
     log_probs = []  # (B, 1) each
     is_running = torch.ones_like(limits, dtype=torch.bool)
-    is_finished = ~is_running
+    is_finished = torch.zeros_like(is_running)
     lengths = torch.zeros_like(limits)
     for t in range(uniform.shape[1]):
+        # A row that has ended goes on with the others; what it draws then is cut off below
         logits = next_logits(tokens)
         tokens, token_log_probs = draw_tokens(logits, uniform[:, t, None], temperature)
         drawn.append(tokens)
@@ -770,8 +771,9 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     # which is nan, and counts as 0 below.
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
-    # The mean of equal rewards can be off by one bit, and so can sums of several. Here the
-    # advantages of such a group, or of one with a single reward, become exactly 0.
+    # The mean of equal rewards can be off by one bit, and so can rewards that are sums, such as
+    # 0.6 + 0.3 + 0.1. Here the advantages of a group whose rewards are equal but for this, or of
+    # one with a single reward, become exactly 0.
     is_equal = torch.isclose(groups, mean, rtol=1e-12, atol=0.0) | ~is_scored
     all_equal = is_equal.all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
@@ -876,9 +878,9 @@ AVERAGES = {"grpo": mean_of_responses, "dapo": mean_of_tokens, "dr_grpo": sum_ov
 
 
 def weights_of_conversations(mask, response_index, average, max_new_tokens):
-    """(B, T) mask, (B,) the index of each row's response -> (B, T) weights. Otherwise an agent that
-    has two conversations would count twice: here they weigh as much as one response that has all
-    of their tokens.
+    """(B, T) mask, (B,) the index of each row's response -> (B, T) weights. The conversations of an
+    agent weigh as much as one response that has all of their tokens; each would count as a response
+    of its own otherwise.
 
     An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]. Its tokens are counted
     by column: [2, 2, 1]. mean_of_tokens makes [0.4, 0.4, 0.2] of these counts, which the tokens of
@@ -932,8 +934,8 @@ def cut_microbatches(batch, max_tokens):
 
 
 def all_log_probs(logits, temperature):
-    """(N, V) logits -> (N, V) log-probs, of forbidden tokens (logit -inf) -1e9, not -inf: with a
-    probability of 0 they then add 0 to sums over the vocabulary and to their gradients."""
+    """(N, V) logits -> (N, V) log-probs. Those of forbidden tokens, whose logit is -inf, are -1e9:
+    times a probability of 0 that adds 0 to sums over the vocabulary, where -inf would add nan."""
     return scale_logits(logits, temperature).log_softmax(dim=1).clamp(min=-1e9)
 
 
@@ -971,7 +973,8 @@ def get_response_log_probs(
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
-# reference. With use_kl_penalty = True kl_coef * KL is added to the loss of each token. By default:
+# reference. With use_kl_penalty = True beta * KL is added to the loss of each token, where beta is
+# kl_coef, or what a rule of section 9b makes of it. By default:
 #
 #     the number      k3(d), for the log                        kl_estimator
 #     its gradient    pi / sampler * d * grad log pi            kl_gradient
@@ -984,7 +987,8 @@ def get_response_log_probs(
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
 # k1 has a mean gradient of 0, k3 that of KL(reference || policy), and only k2 the right one.
 #
-# compute_loss in section 9 calls kl_in_loss or kl_in_reward, and kl_for_log.
+# compute_loss in section 9 calls kl_in_loss or kl_in_reward, and kl_for_log. apply_term_rule, of
+# section 9b, returns the KL as it is unless kl_adaptation_method names a rule of tokens.
 
 
 def k1(d):
@@ -1039,7 +1043,7 @@ def sum_to_go(kl, mask):
 def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
     """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads: of a
     response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy this is
-    the gradient of the whole response's KL; "exact" has the least noise."""
+    the gradient of the whole response's KL; kl_estimator = "exact" has the least noise."""
     later = (sum_to_go(kl, mask) - kl).detach()  # a weight of grad log pi
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
@@ -1084,8 +1088,9 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
 
 @torch.no_grad()
 def kl_for_log(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl=None):
-    """(B, T) log-probs -> {name: (B, T)} of which the log has the means: the KL before a rule and
-    after it, and each estimator, weighted so that its mean is over the policy's own samples."""
+    """(B, T) log-probs -> {name: (B, T)} of which the log has the means: the KL of this policy by
+    cfg.kl_estimator before a rule and after it; and by each estimator, weighted so that the mean is
+    over the policy's own samples."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs)
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
     kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
@@ -1165,6 +1170,17 @@ def compute_loss(
     return loss + kl_loss, means_for_log({**kl_metadata, **metadata}, mask)
 
 
+def check_reference(stats):
+    """Raises InputError where an edit has put other log-probs into the place of the reference's: an
+    exact KL, which comes from the logits, would know nothing of them."""
+    now = stats["log_probs"] - stats["ref_log_probs"]
+    if not torch.allclose(now, stats["log_pi_over_ref"], rtol=1e-4, atol=1e-4, equal_nan=True):
+        raise InputError(
+            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
+            "ref_logits in token_statistics, or use another estimator"
+        )
+
+
 NO_SCALING = torch.amp.GradScaler(enabled=False)
 
 
@@ -1206,12 +1222,14 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
 
 # --------------------------------------------------------------------------------------------------
 # 9b. Adaptive KL.  Skip this unless you set kl_adaptation_method, which names a rule, or two as in
-# "a+b": one that changes the coefficient of the KL from step to step, one that changes the KL of
-# each token. support/adaptive_rules.py adds more of both; README_KL.md has how they fared.
+# "a+b": one that changes the coefficient of the KL after each update, of which a step has
+# epochs_per_rollout; and one that changes the KL of each token. support/adaptive_rules.py adds more
+# of both; README_KL.md has how they fared.
 
 
 def steer_to_target(controller, cfg, kl, reward):
-    """Steers the KL to cfg.kl_target (as in arXiv:1909.08593, by fixed factors)."""
+    """Steers the KL to cfg.kl_target (like the adaptive penalty of PPO, arXiv:1707.06347, which has
+    other factors)."""
     if kl > 1.5 * cfg.kl_target:
         return 1.5 * controller.beta
     if kl < 0.5 * cfg.kl_target:
@@ -1219,7 +1237,7 @@ def steer_to_target(controller, cfg, kl, reward):
     return controller.beta
 
 
-# Name: a rule of the coefficient. KLController, cfg, the step's KL in nats per token, its mean
+# Name: a rule of the coefficient. KLController, cfg, the update's KL in nats per token, the mean
 # reward -> the next coefficient
 COEFFICIENT_RULES = {"target": steer_to_target}
 
@@ -1251,7 +1269,7 @@ class KLController:
         self.cfg = cfg  # or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, cfg)
         self.start = kl_coef  # some rules keep within a range around it
-        # In the run's checkpoint; a rule may keep averages of its own in it
+        # In the run's checkpoint, "step" counts updates; a rule may keep averages of its own in it
         self.state = state or {"step": 0, "beta": kl_coef}
         if self.rule is None:  # a run that is resumed with another kl_coef takes that
             self.state["beta"] = kl_coef
@@ -1261,9 +1279,9 @@ class KLController:
         return self.state["beta"]
 
     def update(self, kl, reward, used_beta=None):
-        """Returns the next beta. kl: of the step, nats per token; reward: its mean. used_beta: that
-        of the step, where an edit of train() has used another one than this class had returned. If
-        kl or reward is not finite, beta stays."""
+        """Returns the next beta. kl: of the update, nats per token; reward: the mean. used_beta:
+        that of the update, from which a rule goes on, since an edit of train() may use another one
+        than this class has returned. If kl or reward is not finite, beta stays."""
         self.state["step"] += 1
         if used_beta is not None:
             self.state["beta"] = used_beta
@@ -1278,8 +1296,10 @@ class KLController:
 
 def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     """Samples one response to each of the problems. Returns {"solved", "reward_mean", ...} and
-    samples: (problem, text, reward). reward=None: that of main(), or reward_fn if that is None, and
-    cfg.agent plays; another reward is of single answers."""
+    samples: (problem, text, reward).
+
+    reward=None: as in training, with the agent if there is one; reward_fn if main() has neither.
+    Another reward is given for single answers, without the agent."""
     agent = cfg.agent if reward is None else None
     responses = rollout(policy, llm, problems, cfg, "evaluate", 1, cfg.eval_temperature, agent)
     reward = reward or cfg.reward or reward_fn
@@ -1361,8 +1381,10 @@ def log_eval(run, step, metrics):
 # They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
 # call the functions of other sections. So the folder support/ may put a faster function, with the
 # same results, in the place of one: for long prompts, adapters, several processes, vLLM. It
-# replaces nothing else, and nothing whose source differs from what was shipped. During a run some
-# of its results are compared with those of this section; the log names what it has replaced.
+# replaces nothing else, and no function whose source, or that of a helper beside it which its own
+# function does not call, differs from what was shipped. During a run some of its results are
+# compared with those of this section. The log names what it has replaced. To run all of this file
+# as it stands, rename that folder.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
@@ -1385,7 +1407,8 @@ def mechanic(function):
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes. Here: all. support/: its share of
-    them, without those that have no gradient. Means in the log are over the rows that are left."""
+    them; and, while the functions of the loss are as shipped, without those whose advantages are 0
+    and that pay no KL: they have no gradient. Means in the log are over the rows that are left."""
     return batch
 
 
@@ -1400,8 +1423,9 @@ def response_logits(model, rows, precision):
 @mechanic
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
-    mask: what statistics_of_logits returns. The logits of all tokens are in memory at once, which
-    limit_logits bounds. To have two references, change ref_logits here: all estimators see it."""
+    mask: what statistics_of_logits returns. The logits of all tokens are in memory at once; in a
+    lone copy limit_logits bounds them. To have two references, change ref_logits here: all
+    estimators see it."""
     mask = rows["response_mask"]
     ref_logits = None
     if ref_model is not None:
@@ -1527,8 +1551,8 @@ def load_model(model_id, device):
 
 @mechanic
 def weights_by_name(policy):
-    """Yields (name, tensor) of the parameters and persistent buffers, as the checkpoint that was
-    loaded names them. support/: adapters are added to the weights beside them, and the parts that
+    """Yields (name, tensor) of the parameters and persistent buffers, as transformers names them in
+    the model. support/: adapters are added to the weights beside them, and the parts that
     several processes hold are joined, one after the other."""
     yield from policy.state_dict().items()
 
@@ -1607,19 +1631,23 @@ def take_over(policy, optimizer, saved):
 class Run:
     """A run's folder, and its state: what one step hands to the next besides weights and moments.
 
-    A run that is resumed takes its settings from main(), as a new one does, but for the length by
-    which the learning rate falls. From its folder come the weights, the moments, and this state,
-    which holds what a coefficient rule keeps. main() has made the reference before, of the weights
-    with which training began."""
+    A run that is resumed has
+
+        from main(), as a new one    its settings, and the reference: the weights before training
+        from its folder              weights, moments, and this state
+    """
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.state = {
             "step": 0,  # the last one whose update is done
+            "n_steps": None,  # the n_train_steps with which it began, by which the rate falls
             "controller": None,  # of a KLController
+            "scaler": None,  # of fp16
+            "first_diff": None,  # for check_sampler
             "before": None,  # the evaluation before step 1
-            # train() adds "after", the last evaluation; "n_steps", by which the learning rate
-            # falls; "first_diff", for check_sampler; and "scaler", of fp16
+            "after": None,  # the last one,
+            "evaluated": None,  # and its step
         }
         self.writes_files = True  # as the only process, or the first of several
         self.stop = False  # if train() finds True, it ends the run with this step's checkpoint
@@ -1631,13 +1659,13 @@ class Run:
         check_can_be_saved(policy, optimizer)
         newest = max(self.folder.glob("checkpoint_*"), default=None)
         if newest is not None:
-            self.state = load_checkpoint(newest, policy, optimizer)
+            self.state.update(load_checkpoint(newest, policy, optimizer))
         is_over = False
         if self.cfg.resume:
             print(f"resumed: {self.folder} after step {self.state['step']}")
             is_over = 0 < self.cfg.n_train_steps <= self.state["step"]
-            if is_over:
-                print("no step is left to train: raise n_train_steps, which counts from step 1")
+        if is_over:
+            print("no step is left to train: raise n_train_steps, which counts from step 1")
         if self.writes_files:
             self.open_log()
             if not is_over:  # else the file stays that describes the steps that were trained
@@ -1827,13 +1855,14 @@ def check_sampler(diff, step, first_diff, cfg):
 def length_of_schedule(cfg, state):
     """Returns the step until which the learning rate falls: the n_train_steps with which the run
     began. A run that is resumed keeps it."""
-    n_steps = state.setdefault("n_steps", cfg.n_train_steps)
-    if n_steps != cfg.n_train_steps:
+    if state["n_steps"] is None:
+        state["n_steps"] = cfg.n_train_steps
+    if state["n_steps"] != cfg.n_train_steps:
         print(
-            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
-            f"began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
+            f"the learning rate falls until step {state['n_steps']}, the n_train_steps with which "
+            f"the run began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
         )
-    return n_steps
+    return state["n_steps"]
 
 
 def make_scaler(device, cfg, state):
@@ -1842,7 +1871,7 @@ def make_scaler(device, cfg, state):
     is_fp16 = cfg.precision == "fp16"
     # After an overflow the scale grows back within a run: by default after 2,000 steps
     scaler = torch.amp.GradScaler(device.type, growth_interval=20, enabled=is_fp16)
-    if "scaler" in state:
+    if state["scaler"]:  # it is {} in other precisions
         scaler.load_state_dict(state["scaler"])
     return scaler
 
@@ -1864,6 +1893,7 @@ def train(
         if watch:
             watch.after_evaluation(step, metrics, samples)
         state["after"] = metrics
+        state["evaluated"] = step
 
     controller = KLController(kl_coef, cfg, state["controller"])
     kl_coef = controller.beta
@@ -1874,15 +1904,17 @@ def train(
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
+    if cfg.n_train_steps <= state["step"] != state["evaluated"]:  # its evaluation was interrupted
+        evaluate_at(state["step"])
+        run.save(policy, optimizer)
 
     for step in range(state["step"] + 1, cfg.n_train_steps + 1):
-        # 1. Sample a group of responses to each prompt with the current policy. It is in eval mode,
-        # here and in the update, but for the wrappers of layers that checkpointing runs again: with
-        # dropout the log-probs of the two would differ.
+        # 1. Sample a group of responses to each prompt with the current policy.
         start = time.perf_counter()
         asked = problems_of_step(problems.train, step - 1, n_prompts, cfg.seed)
-        n = cfg.group_size
-        responses = rollout(policy, llm, asked, cfg, step, n, cfg.temperature, cfg.agent)
+        responses = rollout(
+            policy, llm, asked, cfg, step, cfg.group_size, cfg.temperature, cfg.agent
+        )
         rollout_seconds = time.perf_counter() - start
 
         # 2. Score them. The advantages compare the responses of one group alone.
@@ -1893,14 +1925,15 @@ def train(
         )
 
         # 3. Lay the step out in (B, T) microbatches. The weights are those of the whole step.
-        if cfg.gradient_checkpointing:
-            set_train_mode_of_checkpointed_layers(policy)
         batch = make_batch(responses, advantages, policy.device)
         batch["weights"] = weights_of_tokens(batch, cfg)
         rows = rows_to_train_on(batch, policy, ref_model, cfg)
         microbatches = cut_microbatches(rows, cfg.max_tokens_per_microbatch)
 
-        # 4. One optimiser step per epoch over the whole rollout.
+        # 4. One optimiser step per epoch over the whole rollout. Modules are in eval mode, as they
+        # were when they sampled: with dropout the log-probs of the two would differ.
+        if cfg.gradient_checkpointing:
+            set_train_mode_of_checkpointed_layers(policy)
         run.in_update = True
         set_learning_rate(optimizer, step, n_steps, cfg)
         totals = {}  # for the log
@@ -1908,7 +1941,7 @@ def train(
         for _ in range(cfg.epochs_per_rollout):
             beta = kl_coef
             sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
-            check_sampler(sums["sampler_logprob_diff"], step, state.get("first_diff"), cfg)
+            check_sampler(sums["sampler_logprob_diff"], step, state["first_diff"], cfg)
             scaler.unscale_(optimizer)
             sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
             add_scaled(totals, sums, 1.0)
@@ -1926,7 +1959,8 @@ def train(
                 kl_coef = controller.update(sums["kl_per_token"], metrics["reward_mean"], beta)
         means = {name: total / n_epochs for name, total in totals.items()}
         metrics = joined(metrics, means)
-        state.setdefault("first_diff", metrics["sampler_logprob_diff"])
+        if state["first_diff"] is None:
+            state["first_diff"] = metrics["sampler_logprob_diff"]
         state["step"] = step
         state["controller"] = controller.state
         state["scaler"] = scaler.state_dict()
@@ -2026,7 +2060,8 @@ def choose_device(cfg):
 
 def check_names(cfg):
     """Raises InputError for a name that is not known: it would act like another one, or fail after
-    a whole evaluation. KLSettings has some of the names only."""
+    a whole evaluation; and for a KL that cannot be in the reward. KLSettings has some of the names
+    only."""
     options = {
         "engine": ["vllm", "transformers"],
         "precision": ["auto", *DTYPES],
@@ -2039,17 +2074,9 @@ def check_names(cfg):
         check_known(name, getattr(cfg, name), options[name])
     for name in cfg.kl_adaptation_method.split("+"):
         check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
-
-
-def check_reference(stats):
-    """Raises InputError where an edit has put other log-probs into the place of the reference's: an
-    exact KL, which comes from the logits, would know nothing of them."""
-    now = stats["log_probs"] - stats["ref_log_probs"]
-    if not torch.allclose(now, stats["log_pi_over_ref"], rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise InputError(
-            "ref_log_probs were changed, which kl_estimator = 'exact' does not read; change "
-            "ref_logits in token_statistics, or use another estimator"
-        )
+    if cfg.kl_in == "reward" and cfg.kl_estimator != "k1":
+        if cfg.kl_estimator in EXACT or not getattr(cfg, "reproduce_paper", False):
+            raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
 
 
 def check_settings(cfg):
@@ -2063,9 +2090,6 @@ def check_settings(cfg):
         )
     if cfg.temperature <= 0:
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
-    if cfg.kl_in == "reward" and cfg.kl_estimator != "k1":
-        if cfg.kl_estimator in EXACT or not cfg.reproduce_paper:
-            raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
     if cfg.ref_model_id and not cfg.use_kl_penalty:
         raise InputError("ref_model_id is read with use_kl_penalty = True alone; set that")
     if cfg.agent is not None and cfg.reward is not reward_fn:
@@ -2108,7 +2132,7 @@ def main(
     n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate only
     rollout_batch_size=None,  # responses per step = prompts x group_size
     group_size=8,  # responses to one prompt
-    max_new_tokens=None,  # longer responses are cut
+    max_new_tokens=None,  # longer responses are cut; what an agent reads counts, too
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
     gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; with support/, from 1 on: GB of cache
@@ -2164,7 +2188,7 @@ def main(
     support = find_support()
     if support:  # checks the kind and range of each setting, and chooses preset="auto"
         support.begin(cfg)
-    elif model_id is None or task is None:
+    elif cfg.model_id is None or cfg.task is None:
         raise InputError("support/ is not here, so give --model_id ID --task FILE.jsonl")
     else:
         print(
@@ -2174,7 +2198,7 @@ def main(
     apply_preset(cfg)
     choose_device(cfg)
     check_settings(cfg)
-    if agent is not None:
+    if cfg.agent is not None:
         cfg.reward = reward_of_agent
     run = Run(cfg)
     if support:  # checks whether the model fits into the memory, and the folder of a resumed run
@@ -2218,7 +2242,7 @@ def main(
     try:
         train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, cfg.kl_coef, watch)
     except Exception:  # of a reward, for example
-        if 0 < run.state["step"] < cfg.n_train_steps and not run.in_update:
+        if run.state["step"] > 0 and not run.in_update:
             run.save(policy, optimizer)
             print(f"An error ends the run; a checkpoint of step {run.state['step']} is saved")
         raise
@@ -2236,7 +2260,8 @@ def main(
 
 
 def cfg_with(**changes):
-    """Returns the settings of main() with these changes, for tests and programs of yours."""
+    """Returns the settings of main() with these changes, for tests and programs of yours. A rollout
+    needs stop_token_ids, too: see find_stop_tokens."""
     parameters = inspect.signature(main).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     return SimpleNamespace(**defaults | changes)
@@ -2357,10 +2382,12 @@ def settings_from(arguments):
     )
     for name, default in vars(cfg_with()).items():
         kind = str if isinstance(default, str) else value_of
-        # Without a value it is True, as in --use_kl_penalty
-        parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
-    name = re.compile("(?<=^--)[^=]+")  # "--group-size=4" is "--group_size=4"
-    arguments = [name.sub(lambda found: found[0].replace("-", "_"), text) for text in arguments]
+        if kind is str:
+            parser.add_argument(f"--{name}", type=kind)
+        else:  # without a value it is True, as in --use_kl_penalty
+            parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
+    typed = re.compile("(?<=^--)[^=]+")  # "--group-size=4" is "--group_size=4"
+    arguments = [typed.sub(lambda found: found[0].replace("-", "_"), text) for text in arguments]
     settings, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))

@@ -60,7 +60,7 @@ import starter  # before torch, for which it sets variables
 import torch
 
 from lab import agents, bench, real_model, rows
-from lab.switches import around_an_update, turn_on
+from lab.switches import around_an_update, optimise, turn_on
 from support import fast, gpu, memory, ranks
 
 ON_GPU = torch.cuda.is_available()
@@ -191,12 +191,8 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
         with around_an_update(switches):
             for microbatch in microbatches:
                 starter.grpo_microbatch_step(policy, microbatch, cfg)
-        optimise()
+        optimise(switches, policy, optimizer, cfg.max_grad_norm)
         optimizer.zero_grad()
-
-    def optimise():
-        starter.clip_gradient([*policy.parameters()], cfg.max_grad_norm)
-        optimizer.step()
 
     def layers():
         for microbatch in microbatches:
@@ -221,7 +217,10 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
     parts = {
         "layers_s": seconds_of(layers, 4),
         "statistics_s": seconds_of(statistics_twice, 4) * n_answered / n,
-        "optimiser_s": seconds_of(optimise, 4),  # of the gradient that layers() left
+        # Of the gradient that layers() left
+        "optimiser_s": seconds_of(
+            lambda: optimise(switches, policy, optimizer, cfg.max_grad_norm), 4
+        ),
     }
     with torch.profiler.profile() as seen:
         update()
@@ -486,6 +485,8 @@ ROWS = {
     "casts": (measure_update, UPDATE | dict(switches=["casts"])),
     "float32 gradients": (measure_update, UPDATE | dict(switches=["float32 gradients"])),
     "prompts": (measure_update, UPDATE | dict(switches=["prompts"])),
+    "head slices": (measure_update, LARGE | dict(switches=["layers", "statistics", "head slices"])),
+    "clip in AdamW": (measure_update, UPDATE | dict(switches=["clip in AdamW"])),
     "LoRA, 24 GB, 4,096 again": (measure_update, UPDATE | IN_24_GB | CHECKPOINTING),
     "LoRA, 24 GB, 1,024": (
         measure_update,

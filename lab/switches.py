@@ -7,6 +7,8 @@ update goes to support/gpu.py.
     casts                the weights are cast to 16 bits once an update, not in each microbatch
     float32 gradients    a weight's gradient is summed in float32, and not rounded to 16 bits before
     prompts              a prompt is read once for its group, as on a CPU
+    head slices          the logits of 4,096 tokens exist at a time, whatever the vocabulary
+    clip in AdamW        its kernel divides by the gradient's norm, which nobody waits for
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
+import starter
 from support import engines, fast, gpu
 
 
@@ -42,7 +45,7 @@ class Float32GradientLinear(torch.nn.Linear):
 
 
 def turn_on(switches, policy):
-    """Before an update. "casts" is of the update itself."""
+    """Before an update. "casts" and "clip in AdamW" are of the update itself."""
     for switch in switches:
         if switch == "layers":
             gpu.compile_layers(policy)
@@ -54,6 +57,9 @@ def turn_on(switches, policy):
                     module.__class__ = Float32GradientLinear
         elif switch == "prompts":
             fast.PROMPTS_READ_ONCE.add(policy.device.type)
+        elif switch == "head slices":
+            vocabulary = policy.config.get_text_config().vocab_size
+            fast.LOGITS_AT_ONCE[policy.device.type] = 4_096 * vocabulary
         elif isinstance(switch, float):
             torch._functorch.config.activation_memory_budget = switch
 
@@ -72,3 +78,18 @@ def around_an_update(switches):
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def optimise(switches, policy, optimizer, max_norm):
+    """The end of an update. torch's fused AdamW divides each gradient by a loss scale, if it has
+    one: with "clip in AdamW" that is what clipping divides by."""
+    parameters = [parameter for parameter in policy.parameters() if parameter.grad is not None]
+    if "clip in AdamW" not in switches:
+        starter.clip_gradient(parameters, max_norm)
+        optimizer.step()
+        return
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    optimizer.grad_scale = (norm / max_norm).clamp(min=1)
+    optimizer.found_inf = torch.zeros_like(norm)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf

@@ -95,6 +95,7 @@ def settings_of(kl_estimator, kl_gradient="reverse", kl_in="loss"):
         kl_in=kl_in,
         kl_ratio_cap=math.inf,
         loss_average="dr_grpo",
+        reproduce_paper=True,  # what main() refuses is measured, too
     )
 
 

@@ -24,6 +24,7 @@ OWN = dict(starter.MECHANICS)  # name: the mechanic that stands in starter.py
 # What a mechanic of starter.py calls, and the one of support/ does not
 PARTS = {
     "token_statistics": ["response_logits"],
+    "start_decoding": ["read_on"],
     "load_policy_into_vllm_instance": ["load_weights_in_worker"],
 }
 

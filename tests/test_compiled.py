@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import starter
-from lab.switches import around_an_update, turn_on
+from lab.switches import around_an_update, optimise, turn_on
 from support import edits, engines, fast, gpu, tasks
 
 import torch
@@ -199,6 +199,32 @@ def test_switch_of_an_update_is_as_near_to_float32_as_the_plain_one(switch, monk
     exact, plain, ours = gradient("float32"), gradient("bf16"), gradient("bf16", [switch])
     assert torch.equal(plain, ours) == (switch == "casts")
     assert 0 < (ours - exact).norm() < 1.2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clip_in_the_optimiser_leaves_the_weights_of_a_clip_before_it(checkpoint, max_norm):
+    """In two updates, of which the second one has moments."""
+    batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
+
+    def weights(switches):
+        policy, _ = starter.init_policy(checkpoint, "cpu")
+        # With the usual eps the length of a gradient would hardly matter
+        optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, eps=1e-3, fused=True)
+        for _ in range(2):
+            starter.grpo_microbatch_step(policy, dict(batch), starter.cfg_with(precision="float32"))
+            optimise(switches, policy, optimizer, max_norm)
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+
+    plain, ours = weights([]), weights(["clip in AdamW"])
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
+
+
+def test_slices_of_the_head_hold_4096_tokens_whatever_the_vocabulary(checkpoint, monkeypatch):
+    monkeypatch.setattr(fast, "LOGITS_AT_ONCE", {})
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    turn_on(["head slices"], policy)
+    assert fast.LOGITS_AT_ONCE["cpu"] / policy.config.vocab_size == 4096
 
 
 def test_head_on_a_gpu_sums_in_float32(monkeypatch):

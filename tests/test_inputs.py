@@ -80,6 +80,19 @@ def test_wrong_setting_or_one_without_effect_is_refused_before_anything_is_writt
     assert not (tmp_path / "runs").exists()
 
 
+def test_parameter_whose_default_is_a_text_needs_a_value(capsys):
+    with pytest.raises(SystemExit):
+        starter.settings_from(["--run_name"])
+    assert "--run_name: expected one argument" in capsys.readouterr().err
+
+
+def test_kl_that_cannot_be_in_the_reward_is_refused_outside_of_main_too():
+    for estimator in ("k3", "exact"):
+        printed = refusal(starter.KLSettings, kl_in="reward", kl_estimator=estimator)
+        assert "works with kl_estimator = 'k1' alone" in printed
+    assert starter.KLSettings(kl_in="reward", reproduce_paper=True).kl_estimator == "k3"
+
+
 def test_vllm_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     given = dict(device="cpu", engine="vllm", out_dir=tmp_path / "runs")

@@ -120,3 +120,14 @@ def test_card_gets_what_fits_by_the_formula(gb, use_kl_penalty, preset, lora_ran
     of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     if lora_rank and gb > 12:
         assert cfg.rollout_batch_size * 360 * of_token <= 1e9 * cfg.gpu_mem_util
+
+
+@pytest.mark.slow
+def test_run_begun_in_float32_goes_on_in_fp16(checkpoint, tmp_path):
+    """As where one machine has bf16 and the next one has not."""
+    given = settings(checkpoint, tmp_path, n_train_steps=1)
+    starter.main(**given)
+    with scaler_from(2.0**10):
+        run = starter.main(**{**given, "precision": "fp16", "n_train_steps": 2, "resume": True})
+    saved = torch.load(run["run_folder"] / "checkpoint_00000002.pt", weights_only=True)
+    assert saved["state"]["scaler"]["scale"] == 2.0**10

@@ -206,6 +206,21 @@ def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits
     assert outcome(tmp_path) == undisturbed(kind)
 
 
+@both
+def test_error_in_the_last_evaluation_loses_no_step_and_a_resume_evaluates(
+    checkpoint, tmp_path, undisturbed, capsys, kind
+):
+    given = full_settings(checkpoint, tmp_path, save_every=0)
+    fail = mock.Mock(side_effect=ZeroDivisionError)
+    with at_call(starter, "evaluate", 3, fail), pytest.raises(ZeroDivisionError):
+        run(kind, **given)
+    assert "a checkpoint of step 6 is saved" in capsys.readouterr().out
+    resume(kind, checkpoint, tmp_path, save_every=0)
+    printed = capsys.readouterr().out
+    assert steps_in(printed) == [] and steps_in(printed, "Eval at step") == [6]
+    assert outcome(tmp_path) == undisturbed(kind)
+
+
 # A disk that fills
 
 FULL = {  # what is being written then: whose call fills the disk, and which one

@@ -114,10 +114,13 @@ def test_shipped_fingerprints_are_those_of_the_file():
     assert functions == set(edits.SHIPPED)
 
 
-def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(monkeypatch):
-    monkeypatch.setattr(starter, "response_logits", lambda *inputs: None)
+@pytest.mark.parametrize(
+    "helper, left", [("response_logits", ["start_decoding"]), ("read_on", ["token_statistics"])]
+)
+def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(helper, left, monkeypatch):
+    monkeypatch.setattr(starter, helper, lambda *inputs: None)
     edits.replace(**fast.FUNCTIONS)
-    assert edits.replaced_names() == ["start_decoding"]
+    assert edits.replaced_names() == left
 
 
 # 3. What looks on
