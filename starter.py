@@ -514,7 +514,10 @@ def draw_from(probs, uniform):
 
 
 def draw_tokens(logits, uniform, temperature):
-    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs."""
+    """(B, V) logits, (B, 1) uniform numbers in [0, 1) -> (B, 1) tokens, (B, 1) log-probs.
+
+    If you cut the probabilities, as top-k does, return the log-probs of what you draw from: the
+    loss weights tokens by old / sampler, and max_sampler_diff bounds how far these may differ."""
     probs = scale_logits(logits, temperature).softmax(dim=1)
     if temperature == 0:
         tokens = probs.argmax(dim=1, keepdim=True)
