@@ -277,6 +277,15 @@ def smollm2_table():
     return run_table(runs, ["what learns", "kl_coef"], measured)
 
 
+def schedule_table():
+    """SmolLM2's preset by learning rates and schedules. The column "what" says it in words."""
+    lines = []
+    for (what,), rows in grouped(read_csv("smollm2_schedule"), "what").items():
+        cells = spread(rows, "solved_after"), spread(rows, "kept_after")
+        lines.append([what, len(rows), *cells, spread(rows, "kl_per_token", ".2f")])
+    return table(["learning rate", "seeds", "solved, %", "questions kept, %", "KL per token"], lines)
+
+
 # 2. Of lab.verify_kl: what is enumerated.
 
 USES = {  # estimator, gradient and placement: where to use them
@@ -513,6 +522,7 @@ TABLES = {
         precision_table,
         teacher_table,
         smollm2_table,
+        schedule_table,
         gradients_table,
         mistakes_table,
         explosion_table,
