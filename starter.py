@@ -694,6 +694,17 @@ def call_reward(reward, text, problem, **more):
         raise
 
 
+def number_from(value, text):
+    """What a reward returned -> a number, None as nan."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the reward returned {value!r:.100} for the response {text!r:.200}; it must return "
+            "one number, or None"
+        ) from error
+
+
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
     Where a prompt ends with words of the assistant, the text begins with these."""
@@ -713,7 +724,7 @@ def score(responses, problems, tokenizer, reward):
     support = find_support()
     if support:
         values = support.awaited(values)  # where the reward is async: all at once
-    values = [math.nan if value is None else float(value) for value in values]
+    values = [number_from(value, text) for value, text in zip(values, texts)]
     return texts, torch.tensor(values, dtype=torch.float64)
 
 
@@ -1289,7 +1300,10 @@ class KLController:
         if used_beta is not None:
             self.state["beta"] = used_beta
         if self.rule is not None and math.isfinite(kl + reward):
-            self.state["beta"] = self.rule(self, self.cfg, kl, reward)
+            beta = self.rule(self, self.cfg, kl, reward)
+            if beta is None:
+                raise InputError(f"{self.rule} returned None; it must return the next coefficient")
+            self.state["beta"] = beta
         return self.beta
 
 
@@ -1355,6 +1369,8 @@ def log_train(run, step, metrics):
     )
     if "kl_penalty" in metrics:
         line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
+    if "kl_penalty" in metrics and rule_among(COEFFICIENT_RULES, run.cfg):
+        line += f" | Coefficient: {metrics['adaptive_kl/current_beta']:.3g}"
     print(line, flush=True)
 
 
@@ -1860,12 +1876,14 @@ def length_of_schedule(cfg, state):
     began. A run that is resumed keeps it."""
     if state["n_steps"] is None:
         state["n_steps"] = cfg.n_train_steps
-    if state["n_steps"] != cfg.n_train_steps:
+    n_steps = state["n_steps"]
+    if n_steps != cfg.n_train_steps:
+        rate = cfg.learning_rate * learning_rate_schedule(n_steps + 1, n_steps, cfg)
         print(
-            f"the learning rate falls until step {state['n_steps']}, the n_train_steps with which "
-            f"the run began, and is {FINAL_RATE * cfg.learning_rate:g} from there on"
+            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
+            f"began, and is {rate:g} from there on"
         )
-    return state["n_steps"]
+    return n_steps
 
 
 def make_scaler(device, cfg, state):
@@ -2091,6 +2109,12 @@ def check_settings(cfg):
             f"group_size = {cfg.group_size} must be 2 or more, and divide rollout_batch_size = "
             f"{cfg.rollout_batch_size}; change one of them"
         )
+    if isinstance(cfg.task, list):
+        raise InputError("task is a list; give a function: lambda cfg: (to train on, held out)")
+    if cfg.reward is not None and not callable(cfg.reward):
+        raise InputError(
+            f"reward = {cfg.reward!r:.100} is no function; give one in a script that calls main()"
+        )
     if cfg.temperature <= 0:
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
     if cfg.ref_model_id and not cfg.use_kl_penalty:
@@ -2247,7 +2271,10 @@ def main(
     except Exception:  # of a reward, for example
         if run.state["step"] > 0 and not run.in_update:
             run.save(policy, optimizer)
-            print(f"An error ends the run; a checkpoint of step {run.state['step']} is saved")
+            print(
+                f"An error ends the run; a checkpoint of step {run.state['step']} is saved; to go "
+                f"on: resume = {str(run.folder)!r}"
+            )
         raise
 
     save_model(run, policy, tokenizer)

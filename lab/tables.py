@@ -283,7 +283,9 @@ def schedule_table():
     for (what,), rows in grouped(read_csv("smollm2_schedule"), "what").items():
         cells = spread(rows, "solved_after"), spread(rows, "kept_after")
         lines.append([what, len(rows), *cells, spread(rows, "kl_per_token", ".2f")])
-    return table(["learning rate", "seeds", "solved, %", "questions kept, %", "KL per token"], lines)
+    return table(
+        ["learning rate", "seeds", "solved, %", "questions kept, %", "KL per token"], lines
+    )
 
 
 # 2. Of lab.verify_kl: what is enumerated.

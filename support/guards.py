@@ -5,6 +5,7 @@ signs of trouble, and ends the run after Ctrl-C. Nothing here enters a sample, a
 import contextlib
 import inspect
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -73,13 +74,23 @@ def lock(run):
 
 
 def program_of(cfg):
-    """Returns the files that hold what runs: starter.py, and those of the functions that a script
-    has given to main()."""
-    files = {starter.__file__}
+    """Returns the files that hold what runs: starter.py, the script that was started, and those of
+    the functions that it has given to main()."""
+    files = {starter.__file__, os.path.abspath(sys.argv[0])}
     for given in (cfg.task, cfg.reward, cfg.agent):
         with contextlib.suppress(TypeError):  # no function, such as the name of a task
             files.add(inspect.getsourcefile(inspect.unwrap(given)))
-    return [file for file in files if file is not None and Path(file).is_file()]
+    return [file for file in files if str(file).endswith(".py") and Path(file).is_file()]
+
+
+def keep_source(file, run):
+    """Copies a file of the program to the run's folder, and says whether it is another one than
+    that with which the run began or was resumed before."""
+    stem = Path(file).stem
+    before = max(run.folder.glob(f"{stem}_from_step_*.py"), key=os.path.getmtime, default=None)
+    if before and before.read_bytes() != Path(file).read_bytes():
+        print(f"resume: {stem}.py is another one than {before.name}")
+    shutil.copyfile(file, run.folder / f"{stem}_from_step_{run.state['step'] + 1}.py")
 
 
 class Guards:
@@ -101,8 +112,7 @@ class Guards:
         lock(run)
         if run.writes_files:
             for file in program_of(run.cfg):
-                name = f"{Path(file).stem}_from_step_{run.state['step'] + 1}.py"
-                shutil.copyfile(file, run.folder / name)
+                keep_source(file, run)
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)

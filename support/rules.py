@@ -9,12 +9,15 @@ import difflib
 import inspect
 import json
 import os
+import platform
 import re
 import sys
 import unicodedata
 import zlib
 from pathlib import Path
 
+import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import starter
@@ -79,16 +82,35 @@ def is_program():
     return Path(sys.argv[0]).resolve() == Path(starter.__file__).resolve()
 
 
+def typed_for_a_script():
+    """Returns the parameters of main() that were typed behind the name of a script, with values."""
+    typed = {}
+    for i, text in enumerate(sys.argv[1:], start=1):
+        name, has_value, value = text.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if text.startswith("--") and name in vars(starter.cfg_with()):
+            if not has_value:
+                value = "".join(sys.argv[i + 1 : i + 2])
+            is_switch = not value or value.startswith("--")
+            typed[name] = True if is_switch else starter.value_of(value)
+    return typed
+
+
 def say_what_is_for_the_script(cfg):
-    """main() reads no command line, so that `python script.py --resume` may have no part in it."""
+    """main() reads no command line, so that what was typed for a script may have no part in it.
+    Raises InputError for --resume: another run would begin instead."""
     if is_program():
         return
-    for name, default in vars(starter.cfg_with()).items():
-        if f"--{name}" in sys.argv and getattr(cfg, name) == default:
-            print(
-                f"--{name} was typed for the script, which gives main() {name} = {default!r}; a "
-                f"script has to pass it on, as in main({name}=...)"
-            )
+    for name, value in typed_for_a_script().items():
+        now = getattr(cfg, name)
+        text = (
+            f"--{name} was typed for the script, which gives main() {name} = {now!r}; it may pass "
+            "on all that is typed, by main(**starter.settings_from(sys.argv[1:]))"
+        )
+        if name == "resume" and now is None:
+            raise InputError(text)
+        if now != value:
+            print(text)
 
 
 def check_is_read(name, value, cfg):
@@ -134,6 +156,11 @@ def check_settings(cfg):
         agents.check(cfg.agent)
     preset = starter.PRESETS[cfg.preset]
     goes_on = Path(cfg.model_id).with_name("settings.json").is_file()  # with a run's model
+    if 0 < cfg.n_train_steps <= cfg.warmup_steps:
+        print(
+            f"warmup_steps = {cfg.warmup_steps}: the learning rate rises in all of the "
+            f"{cfg.n_train_steps} steps"
+        )
     is_other = cfg.lora_rank or cfg.model_id != preset.get("model_id") and not goes_on
     if is_other and cfg.learning_rate == preset.get("learning_rate"):
         print(
@@ -332,21 +359,32 @@ def check_resume(run):
     if path.is_file():
         before = json.loads(path.read_text("utf-8"))
     run.cfg.sources = before.get("sources", {})
+    run.cfg.made_with = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
     now = json.loads(starter.text_of_settings(run.cfg))
-    needed = ""
+    needed = []
     for name, old in before.items():
         new = now.get(name, old)
         if new == old or name == "resume":
             continue
         ends = {Path(str(x)).parts[-2:] for x in (old, new)}  # of a file or folder, elsewhere
         if name in FIXED and len(ends) > 1:
-            needed += f" --{name} {old}"
+            needed.append((name, old))
         else:
             print(f"resume: {name} was {old!r}, now it is {new!r}")
     if needed:
+        if before["preset"] != now["preset"]:
+            needed.insert(0, ("preset", before["preset"]))
+        remedy = f"give main() {', '.join(f'{name}={old!r}' for name, old in needed)}"
+        if is_program():
+            remedy = "type " + " ".join(f"--{name} {old}" for name, old in needed)
         raise InputError(
-            f"other settings would break the curve of {run.folder}; type --preset "
-            f"{before['preset']}{needed}, or leave out --resume for a new run"
+            f"other settings would break the curve of {run.folder}; {remedy}, or leave out resume "
+            "for a new run"
         )
     for path in run.folder.glob("checkpoint_*"):
         if not checkpoints.is_whole(path):

@@ -124,3 +124,9 @@ def test_number_that_is_not_finite_moves_neither_beta_nor_an_average(rule):
 def test_resumed_controller_without_a_rule_takes_the_coefficient_of_now():
     assert controller("none", {"step": 3, "beta": 0.1}).beta == 0.2
     assert controller("target", {"step": 3, "beta": 0.1}).beta == 0.1
+
+
+def test_rule_that_returns_nothing_is_named(monkeypatch):
+    monkeypatch.setitem(starter.COEFFICIENT_RULES, "mine", lambda controller, cfg, kl, reward: None)
+    with pytest.raises(starter.InputError, match="<lambda>.* returned None"):
+        controller("mine").update(0.1, 0.5)

@@ -93,6 +93,18 @@ def test_kl_that_cannot_be_in_the_reward_is_refused_outside_of_main_too():
     assert starter.KLSettings(kl_in="reward", reproduce_paper=True).kl_estimator == "k3"
 
 
+@pytest.mark.parametrize("name, value", [("reward", "my_reward"), ("reward", 3), ("task", [{}])])
+def test_what_is_no_function_is_refused(name, value, tmp_path):
+    given = {"device": "cpu", "out_dir": tmp_path / "runs", name: value}
+    assert "function" in refusal(starter.main, **given)
+
+
+def test_warm_up_that_lasts_a_whole_run_is_said(capsys):
+    for n, said in ((10, 1), (11, 0)):
+        rules.check_settings(chosen(f"--preset tiny --n_train_steps {n}"))
+        assert capsys.readouterr().out.count("the learning rate rises in all of the 10") == said
+
+
 def test_vllm_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     given = dict(device="cpu", engine="vllm", out_dir=tmp_path / "runs")
@@ -403,12 +415,42 @@ def resumed(folder, text, **began_with):
     return SimpleNamespace(cfg=cfg, folder=folder, writes_files=True)
 
 
+@pytest.mark.parametrize("is_script", [False, True])
 @pytest.mark.parametrize("text", ["--group_size 4 --model_id other/tiny", "--task a/b.jsonl"])
-def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(tmp_path, text):
-    """What the message says to type is right."""
+def test_settings_that_would_break_the_curve_of_a_resumed_run_are_refused(
+    tmp_path, text, is_script, monkeypatch
+):
+    """What the message says to type, or to give main(), is right."""
+    monkeypatch.setattr(rules, "is_program", lambda: not is_script)
     printed = refusal(rules.check_resume, resumed(tmp_path, text))
-    [advice] = re.findall("would break the curve of .*; type (.*), or", printed)
-    rules.check_resume(resumed(tmp_path, f"{text} {advice}"))
+    [advice] = re.findall(r"would break the curve of .*; (?:type|give main\(\)) (.*), or", printed)
+    run = resumed(tmp_path, f"{text} {'' if is_script else advice}")
+    if is_script:
+        [call] = ast.parse(f"main({advice})").body
+        for keyword in call.value.keywords:
+            setattr(run.cfg, keyword.arg, ast.literal_eval(keyword.value))
+    rules.check_resume(run)
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("--seed=5 --n-train-steps 3 --eval_every 7", ["--seed", "--n_train_steps"]),
+        ("--use_kl_penalty --other 3 4", ["--use_kl_penalty"]),
+    ],
+)
+def test_what_was_typed_for_a_script_and_not_passed_on_is_said(typed, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["my_script.py", *typed.split()])
+    rules.say_what_is_for_the_script(starter.cfg_with(n_train_steps=10, eval_every=7))
+    printed = capsys.readouterr().out
+    assert re.findall("(--.*) was typed for the script", printed) == said
+
+
+def test_resume_that_a_script_does_not_pass_on_is_refused(monkeypatch):
+    """Otherwise a new run would begin."""
+    monkeypatch.setattr(sys, "argv", ["my_script.py", "--resume"])
+    assert "resume = None" in refusal(rules.say_what_is_for_the_script, starter.cfg_with())
+    rules.say_what_is_for_the_script(starter.cfg_with(resume="runs/a"))
 
 
 def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):

@@ -405,7 +405,8 @@ def test_run_that_the_reward_ends_goes_on_from_the_step_before(
     given = settings(checkpoint, tmp_path / "a", reward=reward)
     with pytest.raises(OSError, match="no judge"):
         starter.main(**given)
-    assert "An error ends the run; a checkpoint of step 2 is saved\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "An error ends the run; a checkpoint of step 2 is saved; to go on: resume = " in printed
     resumed = starter.main(**given, resume=True)
     assert "after step 2\n" in capsys.readouterr().out
     assert resumed["after"] == starter.main(**settings(checkpoint, tmp_path / "b"))["after"]
@@ -435,5 +436,6 @@ def test_reward_of_several_numbers_is_refused_without_support_too(monkeypatch):
     """As a table it would be taken for the rewards of several responses."""
     monkeypatch.setattr(starter, "find_support", lambda: None)
     responses = [Response([5], [6, 1], [0.0, 0.0], True)] * 2
-    with pytest.raises(TypeError, match="float"):
-        starter.score(responses, [{"prompt": "a"}], make_tokenizer(), lambda *_: (1.0, 0.0))
+    for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong"):
+        with pytest.raises(starter.InputError, match="must return one number, or None"):
+            starter.score(responses, [{"prompt": "a"}], make_tokenizer(), reward)

@@ -332,7 +332,7 @@ def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(ch
     assert (newer / "starter_from_step_2.py").read_bytes() == source
 
 
-def test_script_is_kept_with_the_run_and_told_what_it_has_not_passed_on(
+def test_script_is_kept_with_the_run_and_a_resume_says_that_it_was_edited(
     checkpoint, tmp_path, capsys, monkeypatch
 ):
     script = tmp_path / "my_script.py"
@@ -340,12 +340,21 @@ def test_script_is_kept_with_the_run_and_told_what_it_has_not_passed_on(
     spec = importlib.util.spec_from_file_location("my_script", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [str(script), "--resume", "--seed", "3"])
+    started = tmp_path / "started.py"
+    started.write_text("import my_script\n")
+    monkeypatch.setattr(sys, "argv", [str(started)])
     given = settings(checkpoint, tmp_path, n_train_steps=1, seed=3)
     folder = run("support", **{**given, "reward": module.reward})["run_folder"]
-    assert (folder / "my_script_from_step_1.py").read_text() == script.read_text()
+    for file in (script, started):
+        assert (folder / f"{file.stem}_from_step_1.py").read_text() == file.read_text()
+    made_with = json.loads((folder / "settings.json").read_text())["made_with"]
+    assert made_with["torch"] == torch.__version__
+    started.write_text("import my_script  # edited\n")
+    capsys.readouterr()
+    run("support", **{**given, "reward": module.reward, "n_train_steps": 2, "resume": True})
     printed = capsys.readouterr().out
-    assert "--resume was typed for the script" in printed and "--seed was" not in printed
+    assert "resume: started.py is another one than started_from_step_1.py" in printed
+    assert "my_script.py is another" not in printed and "made_with" not in printed
 
 
 def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint, tmp_path, capsys):
