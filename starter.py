@@ -32,7 +32,7 @@ the sections:
                  > token_statistics 11 > statistics_of_logits 7
                  > compute_loss 9 > kl_in_loss 8, ppo_loss 9
 
-Where the other folders lie beside this file, faster functions with the same results take the place
+Where the other folders lie beside this file, faster functions with the same gradient take the place
 of those of section 11, and of no others: what you change here is what runs. What else they add
 (kinds of files, odd models, agents, async rewards) is called in sight, where find_support() stands.
 
@@ -264,6 +264,8 @@ def loading(model_id):
     """Raises InputError for whatever transformers raises over files that others wrote."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         hint = "" if Path(model_id).is_dir() else "is no folder, and "
         raise InputError(
@@ -705,15 +707,20 @@ def number_from(value, text):
         ) from error
 
 
+def texts_of(responses, tokenizer):
+    """Responses -> their texts, without the stop token. Other special tokens stay: a fine-tuning
+    may have added <answer>."""
+    all_ids = []
+    for response in responses:
+        n_stop = int(response.finished)
+        all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
+    return tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
+
+
 def score(responses, problems, tokenizer, reward):
     """P * G Responses, P problems -> P * G texts, (P * G,) float64 rewards on the CPU, None as nan.
     Where a prompt ends with words of the assistant, the text begins with these."""
-    all_ids = []
-    for response in responses:
-        # Without the stop token. Other special tokens stay: a fine-tuning may have added <answer>.
-        n_stop = int(response.finished)
-        all_ids.append(response.response_ids[: len(response.response_ids) - n_stop])
-    texts = tokenizer.batch_decode(all_ids, clean_up_tokenization_spaces=False)
+    texts = texts_of(responses, tokenizer)
     group_size = len(responses) // len(problems)
     texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
     takes_response = "response" in inspect.signature(reward).parameters
@@ -965,8 +972,11 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
     }
     if ref_logits is not None:
-        # A larger teacher of a family may have more logits, of no token
-        ref_log_p = all_log_probs(ref_logits[:, : log_p.shape[1]], temperature)
+        # Models of a family may have more logits than others, of no token
+        n = min(log_p.shape[1], ref_logits.shape[1])
+        ref_log_p = all_log_probs(ref_logits[:, :n], temperature)
+        if n < log_p.shape[1]:
+            log_p = log_p[:, :n]
         d = log_p - ref_log_p
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
         stats["log_pi_over_ref"] = d.detach().gather(1, labels)[:, 0]
@@ -991,11 +1001,12 @@ def get_response_log_probs(
 # kl_coef, or what a rule of section 9b makes of it. By default:
 #
 #     the number      k3(d), for the log                        kl_estimator
-#     its gradient    pi / sampler * d * grad log pi            kl_gradient
+#     its gradient    pi / sampler * d * grad log pi            kl_gradient, kl_ratio_cap
 #     who pays        the token that has it                     kl_in
 #
 # The mean of this gradient over the samples is that of KL(policy || reference) of the next token,
-# given those before it; pi / sampler makes samples of the sampler's engine count as the policy's.
+# given those before it; pi / sampler, at most kl_ratio_cap, makes samples of the sampler's engine
+# count as the policy's.
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -1020,7 +1031,7 @@ def k3(d):
     return torch.expm1(-d) + d
 
 
-# d -> an estimate of KL(policy || reference) in nats: the number alone, without its gradient
+# d -> an estimate of KL(policy || reference) in nats. Its own gradient acts "as_written" alone
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
@@ -1057,7 +1068,8 @@ def sum_to_go(kl, mask):
 def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
     """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads: of a
     response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy this is
-    the gradient of the whole response's KL; kl_estimator = "exact" has the least noise."""
+    the gradient of the whole response's KL, if the estimator is unbiased; kl_estimator = "exact"
+    has the least noise."""
     later = (sum_to_go(kl, mask) - kl).detach()  # a weight of grad log pi
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
@@ -1143,7 +1155,7 @@ def compute_loss(
     old_log_probs,  # of the policy before the first update of this rollout
     clip_range,  # e, for ratios in [1 - e, 1 + e]; or (low, high), DAPO's "clip-higher"
     ref_log_probs=None,  # None: there is no KL term
-    kl_coef=0.0,
+    kl_coef=0.0,  # the present one; that of kl_settings is not read
     mask=None,  # None: all tokens count
     kl_settings=None,  # cfg, or KLSettings
     exact_kl=None,  # of an estimator in EXACT
@@ -1229,6 +1241,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         sampler_log_probs=sampler_log_probs,
         importance_cap=cfg.importance_cap,
     )
+    # Another term comes here, such as: loss = loss - 0.01 * stats["entropy"]
     loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()
     scaler.scale(loss).backward()  # in fp16 small gradients would become 0
     return loss.detach(), joined(metadata, means_for_log(stats, mask))
@@ -1316,7 +1329,8 @@ def evaluate(policy, llm, tokenizer, problems, cfg, reward=None):
     samples: (problem, text, reward).
 
     reward=None: as in training, with the agent if there is one; reward_fn if main() has neither.
-    Another reward is given for single answers, without the agent."""
+    Another reward is given for single answers, without the agent. A response that was not scored
+    is not solved, and has no part in the mean."""
     agent = cfg.agent if reward is None else None
     responses = rollout(policy, llm, problems, cfg, "evaluate", 1, cfg.eval_temperature, agent)
     reward = reward or cfg.reward or reward_fn
@@ -1399,9 +1413,9 @@ def log_eval(run, step, metrics):
 #
 # They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
 # call the functions of other sections. So the folder support/ may put a faster function, with the
-# same results, in the place of one: for long prompts, adapters, several processes, vLLM. It
-# replaces nothing else, and no function whose source, or that of a helper beside it which its own
-# function does not call, differs from what was shipped. During a run some of its results are
+# same gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It
+# replaces nothing else, and nothing that you have edited: neither the function itself nor, if its
+# own one does not call it, a helper such as response_logits. During a run some of its results are
 # compared with those of this section. The log names what it has replaced. To run all of this file
 # as it stands, rename that folder.
 
@@ -1665,8 +1679,8 @@ class Run:
             "scaler": None,  # of fp16
             "first_diff": None,  # for check_sampler
             "before": None,  # the evaluation before step 1
-            "after": None,  # the last one,
-            "evaluated": None,  # and its step
+            "after": None,  # the last evaluation
+            "evaluated": None,  # the step of that one
         }
         self.writes_files = True  # as the only process, or the first of several
         self.stop = False  # if train() finds True, it ends the run with this step's checkpoint
@@ -1807,8 +1821,8 @@ def new_folder(cfg):
 
 
 def folder_to_resume(cfg):
-    """Returns the folder that cfg.resume names; if it is True, that of the run begun last. Raises
-    InputError if there is none."""
+    """Returns the folder that cfg.resume names; if it is True, that of the run that was begun or
+    resumed last. Raises InputError if there is none."""
     if cfg.resume is True:
         settings_files = list(Path(cfg.out_dir).glob("*/settings.json"))
     else:
@@ -1925,7 +1939,8 @@ def train(
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
-    if cfg.n_train_steps <= state["step"] != state["evaluated"]:  # its evaluation was interrupted
+    # An error in the last evaluation ended the run before
+    if cfg.n_train_steps <= state["step"] and state["evaluated"] != state["step"]:
         evaluate_at(state["step"])
         run.save(policy, optimizer)
 
@@ -2081,28 +2096,34 @@ def choose_device(cfg):
 
 def check_names(cfg):
     """Raises InputError for a name that is not known: it would act like another one, or fail after
-    a whole evaluation; and for a KL that cannot be in the reward. KLSettings has some of the names
-    only."""
+    a whole evaluation; and for names that do not go together."""
     options = {
-        "engine": ["vllm", "transformers"],
+        "engine": ["auto", "vllm", "transformers"],
         "precision": ["auto", *DTYPES],
         "loss_average": AVERAGES,
         "kl_in": ["loss", "loss_to_go", "reward"],
         "kl_estimator": [*ESTIMATORS, *EXACT],
         "kl_gradient": ["reverse", "as_written"],
     }
-    for name in options.keys() & vars(cfg).keys():
+    for name in options:
         check_known(name, getattr(cfg, name), options[name])
-    for name in cfg.kl_adaptation_method.split("+"):
+    names = cfg.kl_adaptation_method.split("+")
+    for name in names:
         check_known("kl_adaptation_method", name, ["none", *TERM_RULES, *COEFFICIENT_RULES])
+    for rules in (TERM_RULES, COEFFICIENT_RULES):
+        if len(rules.keys() & set(names)) > 1:
+            raise InputError(
+                f"kl_adaptation_method = {cfg.kl_adaptation_method!r} names two rules of one kind, "
+                "of which one would be left out; name one of each kind at most"
+            )
     if cfg.kl_in == "reward" and cfg.kl_estimator != "k1":
-        if cfg.kl_estimator in EXACT or not getattr(cfg, "reproduce_paper", False):
+        if cfg.kl_estimator in EXACT or not cfg.reproduce_paper:
             raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
 
 
 def check_settings(cfg):
-    """Raises InputError for settings that would have the run do something else than they say. Other
-    mistakes Python itself finds, and support/ explains them."""
+    """Raises InputError for settings that would have the run do something else than they say. Many
+    more are checked by support/."""
     check_names(cfg)
     if cfg.group_size < 2 or cfg.rollout_batch_size % cfg.group_size:
         raise InputError(
@@ -2153,7 +2174,7 @@ def main(
     reward=reward_fn,  # see section 4; None: only the KL term teaches, with ref_model_id
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
-    device="auto",  # "cpu", "cuda" or "cuda:1"; auto: a GPU if there is one
+    device="auto",  # "cpu", "cuda", "cuda:1", "mps"; auto: an NVIDIA GPU if there is one
     # Rollout
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
     n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate only
@@ -2164,7 +2185,7 @@ def main(
     enable_thinking=False,  # what the chat template is told, where it has such a mode
     gpu_mem_util=0.2,  # share of the GPU's memory for vLLM; with support/, from 1 on: GB of cache
     vllm_tp=1,  # GPUs, of as many processes, that share a vLLM engine (tensor_parallel_size)
-    max_sampler_diff=None,  # nats per token between sampler and trainer; inf: no limit
+    max_sampler_diff=None,  # nats between sampler and trainer; None: see check_sampler; inf: any
     # Advantages and loss
     normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
     mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
@@ -2176,7 +2197,7 @@ def main(
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
     kl_coef=0.1,  # measured on three tasks; 0.3 keeps more, and may stop the learning
-    kl_estimator="k3",  # or "k1", "k2", for another number with the same gradient; or of EXACT
+    kl_estimator="k3",  # "k1", "k2": another number, in the loss the same gradient; or of EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
@@ -2298,13 +2319,14 @@ def cfg_with(**changes):
 
 
 class KLSettings(SimpleNamespace):
-    """Those settings of main() that begin with kl_, with these changes, for programs of yours that
-    use the KL term alone. In this file cfg takes its place."""
+    """The settings of main() with these changes, which are checked: for programs of yours that use
+    the KL term alone. In this file cfg takes its place."""
 
     def __init__(self, **changes):
         defaults = vars(cfg_with())
-        of_kl = {name: defaults[name] for name in defaults if name.startswith("kl_")}
-        super().__init__(**of_kl | changes)
+        for name in changes:
+            check_known("the name of a setting", name, defaults)
+        super().__init__(**defaults | changes)
         check_names(self)
 
 
@@ -2313,12 +2335,12 @@ class KLSettings(SimpleNamespace):
 
 # Their vocabulary. It is as large as that of real models, so that they also run where scale_logits
 # forbids some tokens of yours.
-N_TOKENS = 200_000
+VOCABULARY = 200_000
 
 
 def test_kl_gradient():
     """Fails if the expected gradient of the KL term is not that of KL(policy || reference)."""
-    logits = torch.linspace(-1, 1, N_TOKENS, dtype=torch.float64)[None].requires_grad_()
+    logits = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[None].requires_grad_()
     ref_logits = logits.detach().square()
     # All samples are enumerated: there is a response for each token of the vocabulary, of this one
     # token. With three tokens that is a batch of three rows and one column, (3, 1). Weighted by the
@@ -2352,9 +2374,9 @@ def test_step():
     small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = LlamaForCausalLM(LlamaConfig(vocab_size=N_TOKENS, **small)).eval()
+        policy = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **small)).eval()
     cfg = cfg_with(precision="float32", max_new_tokens=9)
-    # Log-probs of -12 are about those of tokens drawn at random: -log(N_TOKENS)
+    # Log-probs of -12 are about those of tokens drawn at random: -log(VOCABULARY)
     responses = [Response([8], [9, 10], [-12.0] * 2, True), Response([1, 2], [3], [-12.0], True)]
     advantages, _ = compute_group_normalized_advantages(torch.tensor([1.0, 0.1]), 2, 1e-6, True)
     batch = make_batch(responses, advantages, "cpu")
@@ -2432,6 +2454,8 @@ if __name__ == "__main__":
         test_functions()
         main(**settings)
     except (InputError, RunStopped, FileNotFoundError, PermissionError) as error:
+        if hasattr(error, "__notes__"):  # of a reward, whose author needs the whole traceback
+            raise
         raise SystemExit(f"starter.py stopped: {error}")
     except BrokenPipeError:
         sys.stdout = sys.stderr  # what was piped into is gone, as after `| head`

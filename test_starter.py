@@ -1031,7 +1031,7 @@ def test_error_outside_of_an_update_leaves_a_checkpoint_of_the_last_step(
         train(checkpoint, tmp_path)
     saved = [path.stem for path in tmp_path.glob("*/checkpoint_*.pt")]
     assert saved == ([f"checkpoint_{step:08d}"] if step else [])
-    said = f"An error ends the run; a checkpoint of step {step} is saved\n"
+    said = f"An error ends the run; a checkpoint of step {step} is saved; to go on: resume = "
     assert (said in capsys.readouterr().out) == bool(step)
 
 

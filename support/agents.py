@@ -135,19 +135,16 @@ class Conversation:
                 "goes on from the tokens that it has read and written",
             )
 
-    def write(self, response, stop=()):
+    def write(self, response, text, stop=()):
         """Appends the policy's answer, which ends with the token that completes a text of `stop`.
         Returns its text, without that one."""
-        [tokenizer] = TOKENIZER
-        n_stop = int(response.finished)
-        ids = response.response_ids[: len(response.response_ids) - n_stop]
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         n = len(response.response_ids)
         finished = response.finished
         ends = [text.find(word) for word in stop if word in text]
         if ends:
+            [tokenizer] = TOKENIZER
             n = 1
-            while not any(word in tokenizer.decode(ids[:n]) for word in stop):
+            while not any(word in tokenizer.decode(response.response_ids[:n]) for word in stop):
                 n += 1
             text = text[: min(ends)]
             finished = True
@@ -202,7 +199,7 @@ class Asker:
             self.own = self.begin(text)
         else:
             self.read(self.own, messages_of(text))
-        return self.own.write(await self.sampled(self.own))
+        return self.own.write(*await self.sampled(self.own))
 
     def begin(self, prompt, **more):
         problem = {**self.problem, **more}
@@ -221,7 +218,7 @@ class Asker:
             raise
 
     async def sampled(self, conversation, most=math.inf):
-        """Returns the Response that the policy gives next in this conversation."""
+        """Returns the Response that the policy gives next in this conversation, and its text."""
         if self.answer is not None:
             raise starter.InputError(
                 "an agent asked twice at once; await each ask() before the next one"
@@ -287,11 +284,11 @@ def number_of(result):
         ) from None
 
 
-def answer(futures, responses):
+def answer(futures, responses, texts):
     """In the event loop."""
-    for future, response in zip(futures, responses):
+    for future, response, text in zip(futures, responses, texts):
         if future is not None and not future.done():  # an agent may have set itself a limit of time
-            future.set_result(response)
+            future.set_result((response, text))
 
 
 class Game:
@@ -347,7 +344,8 @@ class Game:
             while waiting := self.those_that_ask(loop):
                 futures = [asker.answer for asker in waiting]
                 responses = self.sample([asker.request() for asker in waiting])
-                loop.call_soon_threadsafe(answer, futures, responses)
+                texts = starter.texts_of(responses, *TOKENIZER)
+                loop.call_soon_threadsafe(answer, futures, responses, texts)
         finally:
             playing.cancel()  # after Ctrl-C, or an error of an agent
             self.server.close()

@@ -87,7 +87,7 @@ def prepare(policy, ref_model, tokenizer, problems, run):
         edits.replace(load_checkpoint=checkpoints.load_checkpoint)
     rules.note_changed_sources(policy, problems, cfg)
     gpu.attach(policy, ref_model, cfg)
-    edits.log_edits()
+    edits.log_edits(unused=["limit_logits"] if ranks.WORLD == 1 else [])
     return ref_model
 
 

@@ -151,11 +151,15 @@ def restore(*names):
         starter.MECHANICS[name] = OWN[name]
 
 
-def log_edits():
-    """Says which functions of starter.py were edited, and which of support/ run."""
+def log_edits(unused):
+    """Says which functions of starter.py were edited, and which of support/ run. unused: those that
+    a lone copy alone calls."""
     edited = edited_names()
-    if edited:
-        print(f"edited, and run as they are: {', '.join(edited)}")
+    acting = [name for name in edited if name not in unused]
+    if acting:
+        print(f"edited, and run as they are: {', '.join(acting)}")
+    if len(acting) < len(edited):
+        print(f"edited, and without a part beside support/: {', '.join({*edited} - {*acting})}")
     print(f"of support/ run: {', '.join(replaced_names()) or 'no functions'}")
 
 

@@ -152,8 +152,8 @@ async def completion(asker, request):
     else:
         asker.read(conversation, messages[len(conversation.messages) :])
     n_read = len(conversation.all_ids())
-    response = await asker.sampled(conversation, int(min(most, conversation.room())))
-    text = conversation.write(response, stop)
+    answer = await asker.sampled(conversation, int(min(most, conversation.room())))
+    text = conversation.write(*answer, stop)
     n_written = len(conversation.all_ids()) - n_read
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",

@@ -79,6 +79,23 @@ def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name
         starter.check_settings(starter.cfg_with(**given | {name: value}))
 
 
+@pytest.mark.slow
+def test_file_that_a_reward_does_not_find_ends_with_its_traceback(alone, checkpoint):
+    """A file that the command line names costs one sentence."""
+    source = (alone / "starter.py").read_text()
+    call = "    return score_answer(response_text, problem)\n"
+    assert source.count(call) == 1
+    (alone / "starter.py").write_text(source.replace(call, f"    open('rules.txt')\n{call}"))
+    lines = [json.dumps({"prompt": f"add 1 {i}", "answer": i}) for i in range(40)]
+    (alone / "data.jsonl").write_text("\n".join(lines))
+    options = f"--model_id={checkpoint} --max_new_tokens=4 --n_train_steps=0 --device=cpu --task="
+    for task, words in (("data.jsonl", "rules.txt"), ("other.jsonl", "other.jsonl")):
+        done = run_python("starter.py", *f"{options}{task}".split(), folder=alone, paths=())
+        assert words in done.stderr and done.returncode == 1
+        assert ("a response to {'prompt'" in done.stderr) == (task == "data.jsonl")
+        assert ("Traceback" in done.stderr) == (task == "data.jsonl")
+
+
 # Prints what changed while starter was imported.
 LOOK = """
 import json, logging, os, random, signal, sys, threading, warnings, numpy, torch

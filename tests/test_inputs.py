@@ -93,6 +93,23 @@ def test_kl_that_cannot_be_in_the_reward_is_refused_outside_of_main_too():
     assert starter.KLSettings(kl_in="reward", reproduce_paper=True).kl_estimator == "k3"
 
 
+def test_names_of_settings_outside_of_main_are_checked():
+    assert "use one of ['kl_coef']" in refusal(starter.KLSettings, kl_cof=0.1)
+    assert starter.KLSettings(kl_adaptation_method="dynamic").beta_min == 0.0
+
+
+def test_two_rules_of_one_kind_are_refused():
+    for method in ("target+dynamic", "clip+none+clip_sound"):
+        printed = refusal(starter.KLSettings, kl_adaptation_method=method)
+        assert "two rules of one kind" in printed
+    starter.KLSettings(kl_adaptation_method="target+clip")
+
+
+def test_memory_that_runs_out_while_a_model_is_loaded_is_no_fault_of_its_folder():
+    with pytest.raises(torch.OutOfMemoryError), starter.loading("a"):
+        raise torch.OutOfMemoryError
+
+
 @pytest.mark.parametrize("name, value", [("reward", "my_reward"), ("reward", 3), ("task", [{}])])
 def test_what_is_no_function_is_refused(name, value, tmp_path):
     given = {"device": "cpu", "out_dir": tmp_path / "runs", name: value}

@@ -123,6 +123,16 @@ def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(helper, left, monkeyp
     assert edits.replaced_names() == left
 
 
+def test_edit_of_what_a_lone_copy_alone_calls_is_said_to_have_no_part(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(starter, "limit_logits", lambda policy, cfg: None)
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=0))
+    printed = capsys.readouterr().out
+    assert "edited, and without a part beside support/: limit_logits\n" in printed
+    assert "run as they are: limit_logits" not in printed
+
+
 # 3. What looks on
 
 

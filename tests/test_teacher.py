@@ -148,3 +148,14 @@ def test_memory_counts_the_teacher(checkpoint, teacher):
 
     difference = stored(teacher) - stored(checkpoint) + 4 * config.vocab_size  # its logits
     assert 1e9 * (taught - start) == pytest.approx(difference)
+
+
+def test_teacher_with_fewer_logits_is_compared_on_the_tokens_that_both_have():
+    """The further logits of the policy are of no token, which is as good as never sampled."""
+    torch.manual_seed(0)
+    logits, ref_logits = torch.randn(2, 3, V, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 1])
+    wider = torch.cat([logits, torch.full((3, 2), -1e4)], dim=1)
+    expected = starter.statistics_of_logits(logits, labels, 1.0, ref_logits)
+    for name, values in starter.statistics_of_logits(wider, labels, 1.0, ref_logits).items():
+        torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-12)
