@@ -1414,10 +1414,10 @@ def log_eval(run, step, metrics):
 # They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
 # call the functions of other sections. So the folder support/ may put a faster function, with the
 # same gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It
-# replaces nothing else, and nothing that you have edited: neither the function itself nor, if its
-# own one does not call it, a helper such as response_logits. During a run some of its results are
-# compared with those of this section. The log names what it has replaced. To run all of this file
-# as it stands, rename that folder.
+# replaces nothing else, and leaves alone what you have edited: a function with @mechanic, or a
+# helper of one, such as response_logits, that the faster function would not call. During a run some
+# of its results are compared with those of this section. The log names what it has replaced. To run
+# all of this file as it stands, rename that folder.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
