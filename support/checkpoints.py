@@ -115,10 +115,10 @@ STATE = "state.pt"
 
 
 def save_parts(path, policy, optimizer, state):
-    """Like starter.save_checkpoint: all processes come here, and each writes its part. To an error
-    of one of them the others do not come, so that there is no checkpoint of it: it goes on."""
+    """Like starter.save_checkpoint: all processes come here, and each writes its part. After an
+    error of one of them alone the others do not come, so that there is no checkpoint of it."""
     error = sys.exception()
-    if error is not None:
+    if error is not None and not getattr(error, "is_of_all", False):
         raise error
     model = what_learns(policy).state_dict()
     for name in policy.all_tied_weights_keys.keys() & model.keys():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import starter
 from support import checkpoints, edits, rows
-from support.ranks import RANK, WORLD, gather, share_of
+from support.ranks import RANK, WORLD, OfTheFirst, gather, share_of
 
 WEIGHTS = []  # of this run: what yields the parts of the policy's weights with their names
 PARTS = weakref.WeakKeyDictionary()  # a model without weights: {name: this process's part}
@@ -182,10 +182,21 @@ def part_weights(policy):
 
 
 def by_first_process(function, *arguments):
-    results = []
+    """An error, such as one of a reward, is raised in all processes: they save a checkpoint
+    together before they end."""
+    outcome = []
     if RANK == 0:
-        results.append(function(*arguments))
-    return gather(results)[0]
+        try:
+            outcome.append((function(*arguments), None))
+        except Exception as error:
+            error.is_of_all = True
+            outcome.append((None, f"{error!r:.500}"))
+            gather(outcome)
+            raise
+    [(result, words)] = gather(outcome)
+    if words is not None:
+        raise OfTheFirst(words)
+    return result
 
 
 def rows_to_train_on(batch, *others):

@@ -123,6 +123,12 @@ PULSE = 5.0  # seconds between two signs of life
 PATIENCE = 40.0  # seconds without one, after which a process is given up
 
 
+class OfTheFirst(RuntimeError):
+    """In the other processes: an error that the first one has raised, too."""
+
+    is_of_all = True
+
+
 class LastWords:
     """Starts support/watch.py beside this process, and tells it, and so the others, how this
     process ends."""
@@ -148,7 +154,7 @@ class LastWords:
         before is said in a line."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which would cut it short
         is_of_another = re.search("gloo|nccl|Connection (closed|reset)", str(error), re.IGNORECASE)
-        if not is_of_another:
+        if not is_of_another and kind is not OfTheFirst:
             self.before(kind, error, trace)
             self.tell("failed", f"process {RANK} has failed: {error!r:.500}")
             return

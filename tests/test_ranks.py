@@ -279,6 +279,12 @@ if changes.get("process_1") in ("is silent", "is slow", "is halted"):
     ranks.PULSE, ranks.PATIENCE = 0.5, 6.0
 def fail(error):
     raise error
+scored = []
+def failing(text, problem):
+    scored.append(text)
+    return 1 / (len(scored) < 100) + len(text) % 3
+if changes.get("process_1") == "is well, and the reward of the first fails":
+    changes["reward"] = failing
 def of_watch():
     return ranks.LAST_WORDS[0].watch.pid
 acts = {
@@ -289,6 +295,7 @@ acts = {
     "is slow": lambda: ctypes.PyDLL(None).sleep(18),
     "is halted": lambda: time.sleep(1),  # to be found in a step
     "is well": lambda: None,
+    "is well, and the reward of the first fails": lambda: None,
 }
 act = acts[changes.pop("process_1", "is well")]
 real = starter.compute_group_normalized_advantages
@@ -430,6 +437,22 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
         said = last_words(errors)
         assert "process 0 ends: " in errors
     assert launcher.returncode != 0 and words in said, said
+
+
+def test_error_of_a_reward_leaves_a_checkpoint_of_all_processes(checkpoint, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO_MACHINES)
+    for name in "01":
+        (tmp_path / name).mkdir()
+    event = "is well, and the reward of the first fails"
+    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=30, process_1=event))
+    output, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0
+    assert last_words(errors).startswith("process 1 ends: process 0 has failed: ZeroDivisionError")
+    assert errors.count("It is of the reward, for") == 1
+    [step] = re.findall(r"An error ends the run; a checkpoint of step (\d+) is saved", output)
+    for name in "01":
+        [part] = (tmp_path / name).glob(f"runs/*/checkpoint_{int(step):08d}/*.safetensors")
 
 
 def test_slow_reward_ends_nobody(checkpoint, tmp_path):
