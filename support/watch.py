@@ -27,7 +27,10 @@ class Watch:
         self.pulse = float(pulse)  # seconds between two signs of life
         self.patience = float(patience)  # seconds without one, after which a process is given up
         self.others = range(int(world))
-        self.heard = {}  # of a process that has given a sign: when it gave the last one
+        # When each process gave its last sign. For the first one it has longer, since a program may
+        # take long to start
+        first = time.monotonic() + 4 * self.patience
+        self.heard = dict.fromkeys(self.others, first)
         self.reason = ""  # for which the process ends
 
     def give_signs(self):

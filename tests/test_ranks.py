@@ -275,7 +275,7 @@ from support import ranks
 folder, checkpoint, changes = Path(sys.argv[1]), sys.argv[2], ast.literal_eval(sys.argv[3])
 os.chdir(folder / os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-if changes.get("process_1") in ("is silent", "is slow", "is halted"):
+if changes.get("process_1") in ("is silent", "was never heard", "is slow", "is halted"):
     ranks.PULSE, ranks.PATIENCE = 0.5, 6.0
 def fail(error):
     raise error
@@ -292,11 +292,18 @@ acts = {
     "lacks memory": lambda: fail(MemoryError()),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is silent": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (of_watch(), os.getpid())],
+    "was never heard": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "is slow": lambda: ctypes.PyDLL(None).sleep(18),
     "is halted": lambda: time.sleep(1),  # to be found in a step
     "is well": lambda: None,
     "is well, and the reward of the first fails": lambda: None,
 }
+if changes.get("process_1") == "was never heard" and os.environ["RANK"] == "1":
+    begin = ranks.LastWords.__init__
+    def begin_silent(self):
+        begin(self)
+        os.kill(self.watch.pid, signal.SIGSTOP)
+    ranks.LastWords.__init__ = begin_silent
 act = acts[changes.pop("process_1", "is well")]
 real = starter.compute_group_normalized_advantages
 def compute_group_normalized_advantages(*given):
@@ -419,6 +426,7 @@ def last_words(errors):
         ("is killed", "process 1 was killed, perhaps for its memory"),
         # Nobody's connection is closed, as where a machine or a network is gone
         ("is silent", "no sign of life from processes [1] for 6 s"),
+        ("was never heard", "no sign of life from processes [1] for 6 s"),
     ],
 )
 def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
@@ -427,7 +435,7 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
     for name in "01":
         (tmp_path / name).mkdir()
     launcher = torchrun(script, tmp_path, checkpoint, dict(process_1=event))
-    if event == "is silent":  # torchrun itself waits for it
+    if event in ("is silent", "was never heard"):  # torchrun itself waits for it
         said = next((line for line in launcher.stderr if "process 0 ends: " in line), "")
         for number in Path(tmp_path, "processes_1").read_text().split():
             os.kill(int(number), signal.SIGKILL)
