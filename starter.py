@@ -1939,7 +1939,7 @@ def train(
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
-    # An error in the last evaluation ended the run before
+    # No step is left, and these weights were not evaluated, as after an error in that evaluation
     if cfg.n_train_steps <= state["step"] and state["evaluated"] != state["step"]:
         evaluate_at(state["step"])
         run.save(policy, optimizer)

@@ -83,14 +83,15 @@ def program_of(cfg):
     return [file for file in files if str(file).endswith(".py") and Path(file).is_file()]
 
 
-def keep_source(file, run):
-    """Copies a file of the program to the run's folder, and says whether it is another one than
-    that with which the run began or was resumed before."""
-    stem = Path(file).stem
-    before = max(run.folder.glob(f"{stem}_from_step_*.py"), key=os.path.getmtime, default=None)
-    if before and before.read_bytes() != Path(file).read_bytes():
-        print(f"resume: {stem}.py is another one than {before.name}")
-    shutil.copyfile(file, run.folder / f"{stem}_from_step_{run.state['step'] + 1}.py")
+def keep_program(run):
+    """Copies the files of the program to the run's folder, and says which of them are others than
+    those with which the run began or was resumed before."""
+    for file in program_of(run.cfg):
+        stem = Path(file).stem
+        before = max(run.folder.glob(f"{stem}_from_step_*.py"), key=os.path.getmtime, default=None)
+        if before and before.read_bytes() != Path(file).read_bytes():
+            print(f"resume: {stem}.py is another one than {before.name}")
+        shutil.copyfile(file, run.folder / f"{stem}_from_step_{run.state['step'] + 1}.py")
 
 
 class Guards:
@@ -111,8 +112,7 @@ class Guards:
         self.n_interrupted = 0  # steps one after the other
         lock(run)
         if run.writes_files:
-            for file in program_of(run.cfg):
-                keep_source(file, run)
+            self.look("the copy of the program", keep_program, run)
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self.stop)
@@ -249,8 +249,8 @@ class Guards:
             if rules.is_program():
                 again = f"{shlex.join(['python', *sys.argv])} --resume {run.folder}"
             print(
-                f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; to go on: "
-                f"{again}"
+                f"stopped after step {run.state['step']} of {run.cfg.n_train_steps}; "
+                f"to go on: {again}"
             )
             raise SystemExit(128 + self.signal)
 

@@ -109,7 +109,7 @@ def say_what_is_for_the_script(cfg):
         )
         if name == "resume" and now is None:
             raise InputError(text)
-        if now != value:
+        if str(now) != str(value):  # a text may look like a number
             print(text)
 
 

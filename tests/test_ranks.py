@@ -316,17 +316,21 @@ print(starter.main(**settings(checkpoint, "runs", **changes))["after"])
 """
 
 
-def test_machines_without_a_common_disk_train_and_a_resume_says_what_is_missing(
-    checkpoint, tmp_path
-):
-    """Each of the two processes sees a folder of its own."""
+def on_two_machines(tmp_path, checkpoint, changes):
+    """Returns the launcher of two processes, each of which sees a folder of its own."""
     script = tmp_path / "script.py"
     script.write_text(OF_TWO_MACHINES)
     for name in "01":
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
+    return torchrun(script, tmp_path, checkpoint, changes)
+
+
+def test_machines_without_a_common_disk_train_and_a_resume_says_what_is_missing(
+    checkpoint, tmp_path
+):
 
     def go(**changes):
-        launcher = torchrun(script, tmp_path, checkpoint, changes)
+        launcher = on_two_machines(tmp_path, checkpoint, changes)
         output, errors = launcher.communicate(timeout=600)
         return launcher.returncode, output, errors
 
@@ -430,11 +434,7 @@ def last_words(errors):
     ],
 )
 def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, event, words):
-    script = tmp_path / "script.py"
-    script.write_text(OF_TWO_MACHINES)
-    for name in "01":
-        (tmp_path / name).mkdir()
-    launcher = torchrun(script, tmp_path, checkpoint, dict(process_1=event))
+    launcher = on_two_machines(tmp_path, checkpoint, dict(process_1=event))
     if event in ("is silent", "was never heard"):  # torchrun itself waits for it
         said = next((line for line in launcher.stderr if "process 0 ends: " in line), "")
         for number in Path(tmp_path, "processes_1").read_text().split():
@@ -448,12 +448,8 @@ def test_process_that_ends_ends_the_others_which_say_why(checkpoint, tmp_path, e
 
 
 def test_error_of_a_reward_leaves_a_checkpoint_of_all_processes(checkpoint, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(OF_TWO_MACHINES)
-    for name in "01":
-        (tmp_path / name).mkdir()
     event = "is well, and the reward of the first fails"
-    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=30, process_1=event))
+    launcher = on_two_machines(tmp_path, checkpoint, dict(n_train_steps=30, process_1=event))
     output, errors = launcher.communicate(timeout=60)
     assert launcher.returncode != 0
     assert last_words(errors).startswith("process 1 ends: process 0 has failed: ZeroDivisionError")
@@ -465,22 +461,14 @@ def test_error_of_a_reward_leaves_a_checkpoint_of_all_processes(checkpoint, tmp_
 
 def test_slow_reward_ends_nobody(checkpoint, tmp_path):
     """It takes three times as long as a process may be silent, and lets no other thread run."""
-    script = tmp_path / "script.py"
-    script.write_text(OF_TWO_MACHINES)
-    for name in "01":
-        (tmp_path / name).mkdir()
-    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=1, process_1="is slow"))
+    launcher = on_two_machines(tmp_path, checkpoint, dict(n_train_steps=1, process_1="is slow"))
     output, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and "=== Report" in output, errors
 
 
 def test_halt_of_all_processes_ends_nobody(checkpoint, tmp_path):
     """As by Ctrl-Z and fg. It lasts longer than a process may be silent."""
-    script = tmp_path / "script.py"
-    script.write_text(OF_TWO_MACHINES)
-    for name in "01":
-        (tmp_path / name).mkdir()
-    launcher = torchrun(script, tmp_path, checkpoint, dict(n_train_steps=9, process_1="is halted"))
+    launcher = on_two_machines(tmp_path, checkpoint, dict(n_train_steps=9, process_1="is halted"))
     numbers = []  # of both processes and their watches
     while len(numbers) < 4:
         assert launcher.poll() is None, launcher.stderr.read()

@@ -142,6 +142,7 @@ def broken(*arguments, **named):
 
 LOOKING_ON = {  # what is said: (owner, name) of what fails
     "steps.html": (steps.Page, "numbers_of_rows"),
+    "the copy of the program": (guards, "program_of"),
     "the log of more numbers": (guards.Guards, "log_step"),
     "the warnings of steps": (guards, "step_signs"),
     "the log of evaluations": (guards.Guards, "log_evaluation"),
