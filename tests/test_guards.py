@@ -30,6 +30,12 @@ def watched(checkpoint, tmp_path_factory):
     return starter.main(**given)["run_folder"]
 
 
+@pytest.fixture(autouse=True)
+def without_a_run_of_another_test():
+    """Gives back the signal handlers that a run of this process holds until the next one."""
+    guards.close()
+
+
 # The lock
 
 
