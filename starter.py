@@ -957,7 +957,10 @@ def cut_microbatches(batch, max_tokens):
 def all_log_probs(logits, temperature):
     """(N, V) logits -> (N, V) log-probs. Those of forbidden tokens, whose logit is -inf, are -1e9:
     times a probability of 0 that adds 0 to sums over the vocabulary, where -inf would add nan."""
-    return scale_logits(logits, temperature).log_softmax(dim=1).clamp(min=-1e9)
+    logits = scale_logits(logits, temperature)
+    with torch.no_grad():  # a token that is forbidden has no gradient in any case
+        logits.clamp_(min=-1e9)
+    return logits.log_softmax(dim=1)
 
 
 def statistics_of_logits(logits, labels, temperature, ref_logits=None):
