@@ -824,6 +824,12 @@ def conversations_of(responses):
     return found
 
 
+def padded(rows, filler):
+    """Lists -> a (B, T) tensor. Shorter ones are filled up on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+
+
 def make_batch(responses, advantages, device):
     """Responses, their advantages -> dict of (B, T) tensors; "finished" and "response_index" are
     (B, 1). A row is a response, or another conversation of its agent.
@@ -847,31 +853,32 @@ def make_batch(responses, advantages, device):
             f"there are advantages for {advantages.shape[1]} tokens of each response, and the "
             f"longest has {longest}; give (n,) advantages, or one for each of these"
         )
-    all_ids = []
+    token_advantages = advantages.float().tolist()
     rows = []
     for i, response in conversations:
-        n = len(response.response_ids)
-        ids = torch.tensor(response.prompt_ids + response.response_ids)
-        log_probs = torch.tensor(response.log_probs)
-        token_advantages = advantages[i, :n].float()
-        prompt_zeros = torch.zeros(len(response.prompt_ids) - 1)  # where the label is of the prompt
-        all_ids.append(ids[:-1])
+        ids = response.prompt_ids + response.response_ids
+        before = [0.0] * (len(response.prompt_ids) - 1)  # columns whose label is of the prompt
+        is_written = [not math.isnan(x) for x in response.log_probs]
+        log_probs = [x if written else 0.0 for x, written in zip(response.log_probs, is_written)]
         row = {
+            "input_ids": ids[:-1],
             "labels": ids[1:],
-            "response_mask": torch.cat([prompt_zeros, ~log_probs.isnan()]).bool(),
-            "sampler_log_probs": torch.cat([prompt_zeros, log_probs.nan_to_num()]),
-            "advantages": torch.cat([prompt_zeros, token_advantages]),
-            "finished": torch.tensor([response.finished]),
-            "response_index": torch.tensor([i]),
+            "response_mask": [False] * len(before) + is_written,
+            "sampler_log_probs": before + log_probs,
+            "advantages": before + token_advantages[i][: len(log_probs)],
+            "finished": [response.finished],
+            "response_index": [i],
         }
         rows.append(row)
-    # Ids are padded with the row's first one, by way of -1, which is no id: some models break at
-    # the id of the padding token
-    ids = pad_sequence(all_ids, batch_first=True, padding_value=-1)
-    batch = {"input_ids": torch.where(ids < 0, ids[:, :1], ids)}
+    fillers = {"input_ids": -1, "labels": 0, "response_mask": False}
+    batch = {}
     for name in rows[0]:
-        batch[name] = pad_sequence([row[name] for row in rows], batch_first=True)
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+        batch[name] = padded([row[name] for row in rows], fillers.get(name, 0.0)).to(device)
+    # No id is -1. Ids are padded with the row's first one: some models break at the id of the
+    # padding token
+    ids = batch["input_ids"]
+    batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
+    return batch
 
 
 # Weights of tokens: each function takes the (B, T) float mask of the whole step and max_new_tokens,
