@@ -299,6 +299,7 @@ train(n_train_steps=6, resume=True)
 
 def run_apart(tmp_path, checkpoint, program):
     """Returns a launcher of two processes that run this program after APART."""
+    tmp_path.mkdir(exist_ok=True)
     script = tmp_path / "script.py"
     script.write_text(APART + program)
     return torchrun(script, tmp_path, checkpoint)
@@ -453,7 +454,8 @@ def check_words_about_silence(launcher, file):
 
 def test_silent_process_ends_the_others_but_no_slow_reward_and_no_halt_of_all(checkpoint, tmp_path):
     """The reward takes three times as long as a process may be silent. The halt, as by Ctrl-Z and
-    fg, lasts longer than that, too."""
+    fg, lasts longer than that, too. Another run, beside it, has a process that was never heard."""
+    other = run_events(tmp_path / "other", checkpoint, {"was never heard": 1})
     events = {"is slow": 1, "is halted": 9, "is silent": 1}
     launcher = run_events(tmp_path, checkpoint, events)
     pids = []  # of both processes and their watches
@@ -470,11 +472,7 @@ def test_silent_process_ends_the_others_but_no_slow_reward_and_no_halt_of_all(ch
         time.sleep(0.3)
     output = check_words_about_silence(launcher, tmp_path / "is silent 1")
     assert output.count("=== Report") == 2
-
-
-def test_process_that_was_never_heard_ends_the_others(checkpoint, tmp_path):
-    launcher = run_events(tmp_path, checkpoint, {"was never heard": 1})
-    check_words_about_silence(launcher, tmp_path / "was never heard 1")
+    check_words_about_silence(other, tmp_path / "other" / "was never heard 1")
 
 
 if __name__ == "__main__":
