@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import random
+import statistics
 from collections import Counter
 from unittest import mock
 
@@ -457,57 +458,60 @@ def test_kl_of_distant_policies_is_finite_and_its_gradient_is_the_log_ratio():
 # Advantages and batches
 
 
-def test_advantages_and_their_statistics_match_hand_computed_values():
-    """Rewards that are equal within rounding give 0: their tiny deviation would make them large.
-    Others count, however small or near they are."""
-    groups = [0.0, 1.0, 2.0], [0.1 + 0.8, 0.3 + 0.6, 0.9], [0.0, 0.0, 3e-4]
-    rewards = torch.tensor(sum(groups, []), dtype=torch.float64)
-    for normalize_by_std, divisors in ((True, (1.5, 0.5 + 3e-4 / 3**0.5)), (False, (1, 1))):
-        advantages, metadata = starter.compute_group_normalized_advantages(
-            rewards, 3, 0.5, normalize_by_std
-        )
-        by_hand = torch.tensor([[-1, 0, 1], [0, 0, 0], [-1e-4, -1e-4, 2e-4]], dtype=torch.float64)
-        by_hand[::2] /= torch.tensor(divisors)[:, None]
-        torch.testing.assert_close(advantages, by_hand.flatten(), rtol=1e-6, atol=0)
-        expected = {
-            "frac_zero_std": 1 / 3,
-            "reward_std": (1 + 3e-4 / 3**0.5) / 3,
-            "reward_mean": (3 + 2.7 + 3e-4) / 9,
-        }
-        assert metadata == pytest.approx(expected)
-    near = torch.tensor([1.0, 1.0, 1.0 + 3e-9, 0.0, 0.0, 3e-30], dtype=torch.float64)
-    found, metadata = starter.compute_group_normalized_advantages(near, 3, 0.0, False)
-    assert found.tolist() == pytest.approx([-1e-9, -1e-9, 2e-9, -1e-30, -1e-30, 2e-30], 1e-6, 0)
-    assert metadata["frac_zero_std"] == 0
+GROUPS = [
+    [0.0, 1.0, 2.0],
+    [0.1 + 0.8, 0.3 + 0.6, 0.9],  # equal but for rounding
+    [0.0, 0.0, 3e-4],
+    [1.0, 1.0, 1.0 + 3e-9],
+    [0.0, 0.0, 3e-30],
+    [1.0, math.nan, 0.2],
+    [0.1 + 0.8, 0.9, math.nan],
+    [math.nan, 0.7, math.nan],
+    [math.nan] * 3,
+]
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_response_that_is_not_scored_leaves_its_group(normalize_by_std):
-    """The others are compared with each other. One alone teaches nothing. The log is of those that
-    were scored, and its deviation of the groups in which some could be compared."""
+def test_advantages_and_their_statistics_match_loops(normalize_by_std):
+    """Rewards that are equal within rounding give 0: their tiny deviation would make them large.
+    Others count, however small or near they are. A response that is not scored leaves its group,
+    and one alone teaches nothing. The log is of those that were scored, and its deviation of the
+    groups in which some could be compared."""
 
-    def advantages(*groups):
+    def advantages_of(groups):
         rewards = torch.tensor(groups, dtype=torch.float64).flatten()
-        return starter.compute_group_normalized_advantages(rewards, 3, 0.5, normalize_by_std)
+        found, metadata = starter.compute_group_normalized_advantages(
+            rewards, 3, 0.5, normalize_by_std
+        )
+        return found.tolist(), metadata
 
-    nan = math.nan
-    two, equal, three = [1.0, nan, 0.2], [0.1 + 0.8, 0.9, nan], [0.5, 0.5, 0.2]
-    found, metadata = advantages(two, equal, three, [nan, 0.7, nan], [nan, nan, nan])
-    divisors = (0.32**0.5 + 0.5, 0.03**0.5 + 0.5) if normalize_by_std else (1, 1)
-    of_two = [x / divisors[0] for x in (0.4, 0, -0.4)]
-    of_three = [x / divisors[1] for x in (0.1, 0.1, -0.2)]
-    assert found.tolist() == pytest.approx([*of_two, 0, 0, 0, *of_three, 0, 0, 0, 0, 0, 0])
-    assert not found[[1, 3, 4, 5, *range(9, 15)]].any()  # exactly
-    expected = {
-        "unscored_frac": 7 / 15,
-        "reward_mean": (1.2 + 1.8 + 1.2 + 0.7) / 8,
-        "reward_std": (0.32**0.5 + 0 + 0.03**0.5) / 3,
-        "frac_zero_std": 3 / 5,
-    }
-    assert metadata == pytest.approx(expected)
-    found, metadata = advantages([nan, nan, nan])
-    assert not found.any() and metadata["unscored_frac"] == metadata["frac_zero_std"] == 1
-    assert "unscored_frac" not in advantages(three)[1]
+    expected, all_scored, deviations, n_equal = [], [], [], 0
+    for group in GROUPS:
+        rounded = [float(f"{reward:.14g}") for reward in group]
+        scored = [reward for reward in rounded if not math.isnan(reward)]
+        deviation = 0.0
+        if len(scored) > 1:
+            deviation = statistics.stdev(scored)
+            deviations.append(deviation)
+        n_equal += len({*scored}) < 2
+        all_scored += scored
+        divisor = deviation + 0.5 if normalize_by_std else 1.0
+        for reward in rounded:
+            is_scored = reward in scored
+            expected.append((reward - statistics.mean(scored)) / divisor if is_scored else 0.0)
+    found, metadata = advantages_of(GROUPS)
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
+    assert metadata == pytest.approx(
+        {
+            "reward_mean": statistics.mean(all_scored),
+            "reward_std": statistics.mean(deviations),
+            "frac_zero_std": n_equal / 9,
+            "unscored_frac": 1 - len(all_scored) / 27,
+        }
+    )
+    found, metadata = advantages_of(GROUPS[-1:])
+    assert not any(found) and metadata["unscored_frac"] == metadata["frac_zero_std"] == 1
+    assert "unscored_frac" not in advantages_of(GROUPS[:5])[1]
 
 
 def test_batch_is_shifted_once_and_masked_by_lengths():
@@ -822,30 +826,23 @@ def test_rows_without_an_advantage_are_left_out_where_they_have_no_gradient(path
 
 @of_the_shipped_loss
 @pytest.mark.parametrize(
-    "name, has_part",
+    "names, n_rows",
     [
-        ("grpo_microbatch_step", True),
-        ("compute_loss", True),
-        ("ppo_loss", True),
-        ("token_statistics", True),
-        ("response_logits", True),
-        ("statistics_of_logits", True),
-        ("scale_logits", True),
-        ("weights_of_tokens", True),
-        ("make_batch", False),
-        ("reward_fn", False),
-        ("train", False),
+        ("grpo_microbatch_step compute_loss ppo_loss weights_of_tokens", 6),
+        ("token_statistics response_logits statistics_of_logits scale_logits", 6),
+        ("make_batch reward_fn train", 3),
     ],
 )
-def test_all_rows_stay_where_something_of_the_loss_was_edited(path, monkeypatch, name, has_part):
+def test_all_rows_stay_where_something_of_the_loss_was_edited(path, monkeypatch, names, n_rows):
     """It may have a term that needs no advantage."""
     policy, _ = make_models()
     path(policy)
     batch = step_with_equal_groups()
-    shipped = getattr(starter, name)
-    monkeypatch.setattr(starter, name, lambda *inputs, **named: shipped(*inputs, **named))
-    kept = with_gradient(batch, policy, None, cfg_with())
-    assert len(kept["labels"]) == (6 if has_part else 3)
+    for name in names.split():
+        with monkeypatch.context() as edited:
+            edited.setattr(starter, name, lambda *inputs, **named: None)
+            kept = with_gradient(batch, policy, None, cfg_with())
+        assert len(kept["labels"]) == n_rows, name
 
 
 # Checks of log-probs while training
@@ -989,50 +986,18 @@ def test_gradient_of_a_step_of_train_matches_one_written_out(
 
 
 @pytest.mark.slow
-def test_mechanic_and_schedule_may_be_lambdas_of_a_program(checkpoint, tmp_path, path, monkeypatch):
-    """A mechanic may call the one before. Python gives no whole statement as their source."""
-    shipped = starter.clip_gradient
-    functions = {
-        "clip_gradient": lambda parameters, max_norm: 10 * shipped(parameters, max_norm),
-        "learning_rate_schedule": lambda step, n_steps, cfg: 1 / step,
-    }
-    norms = []
-    for name in ("", *functions):
-        with monkeypatch.context() as changed:
-            if name:
-                changed.setattr(starter, name, functions[name])
-            result = train(checkpoint, tmp_path, n_train_steps=2)
-        norms.append(of(result, "train/grad_norm")[0])
-    assert of(result, "train/lr") == pytest.approx([1e-3, 5e-4])
-    assert norms == pytest.approx([norms[0], 10 * norms[0], norms[0]])
-
-
-@pytest.mark.parametrize("place, step", [("score", 1), ("ppo_loss", None), ("log_train", 2)])
-def test_error_outside_of_an_update_leaves_a_checkpoint_of_the_last_step(
-    checkpoint, tmp_path, path, monkeypatch, capsys, place, step
-):
-    """Within one the weights may be of no step. Here the second step has the error."""
-    shipped = getattr(starter, place)
-    own_run = starter.Run
-    runs = []
-
-    def make_run(cfg):
-        runs.append(own_run(cfg))
-        return runs[0]
-
-    def fails(*arguments):
-        if runs[0].state["step"] == (step or 1):
-            raise OSError("disk or network")
-        return shipped(*arguments)
-
-    monkeypatch.setattr(starter, "Run", make_run)
-    monkeypatch.setattr(starter, place, fails)
-    with pytest.raises(OSError, match="disk or network"):
-        train(checkpoint, tmp_path)
-    saved = [path.stem for path in tmp_path.glob("*/checkpoint_*.pt")]
-    assert saved == ([f"checkpoint_{step:08d}"] if step else [])
-    said = f"An error ends the run; a checkpoint of step {step} is saved; to go on: resume = "
-    assert (said in capsys.readouterr().out) == bool(step)
+def test_functions_of_the_loop_may_be_lambdas_of_a_program(checkpoint, tmp_path, path, monkeypatch):
+    """One may call the one before. Python gives no whole statement as their source."""
+    plain = train(checkpoint, tmp_path, n_train_steps=2)
+    clip = starter.clip_gradient
+    monkeypatch.setattr(
+        starter, "clip_gradient", lambda parameters, norm: 10 * clip(parameters, norm)
+    )
+    monkeypatch.setattr(starter, "learning_rate_schedule", lambda step, n_steps, cfg: 1 / step)
+    edited = train(checkpoint, tmp_path, n_train_steps=2)
+    assert of(edited, "train/lr") == pytest.approx([1e-3, 5e-4])
+    norms = [of(result, "train/grad_norm")[0] for result in (plain, edited)]
+    assert norms[1] == pytest.approx(10 * norms[0])
 
 
 @of_the_shipped_loss

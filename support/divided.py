@@ -199,30 +199,33 @@ def by_first_process(function, *arguments):
     return result
 
 
+def without_tokens(some):
+    """Returns these rows with an empty mask, so that they have no part in the loss."""
+    return {**some, "response_mask": torch.zeros_like(some["response_mask"])}
+
+
 def rows_to_train_on(batch, *others):
     """Each process has every WORLD-th row. One that has none gets a row without a token."""
     all_rows = rows.with_gradient(batch, *others)
     share = starter.keep_rows(all_rows, slice(RANK, None, WORLD))
     if len(share["labels"]) == 0:
-        share = starter.keep_rows(all_rows, slice(1))
-        share["response_mask"] = torch.zeros_like(share["response_mask"])
+        return without_tokens(starter.keep_rows(all_rows, slice(1)))
     return share
 
 
 def add_up_gradients(policy, microbatches, *others):
     """All processes get the same number of microbatches, since gradients are summed after each;
     some without a token make up for it. Means are over the tokens of all processes."""
-    empty = starter.keep_rows(microbatches[0], (slice(1), slice(1)))
-    empty["response_mask"] = torch.zeros_like(empty["response_mask"])
+    empty = without_tokens(starter.keep_rows(microbatches[0], (slice(1), slice(1))))
     most = max(gather([len(microbatches)]))
     n_tokens = sum(microbatch["response_mask"].sum().item() for microbatch in microbatches)
     microbatches.extend([empty] * (most - len(microbatches)))
     sums = edits.own("add_up_gradients")(policy, microbatches, *others)
+    shares = gather([(n_tokens, sums)])
+    n_all = sum(n for n, _ in shares)
     of_all = {}
-    n_all = sum(gather([n_tokens]))
-    for n, part in zip(gather([n_tokens]), gather([sums])):
-        loss = {"loss": part.pop("loss")}
-        starter.add_scaled(of_all, loss, 1.0)
+    for n, part in shares:
+        starter.add_scaled(of_all, {"loss": part.pop("loss")}, 1.0)
         if n:  # else its means are nan
             starter.add_scaled(of_all, part, n / n_all)
     return of_all

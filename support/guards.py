@@ -102,7 +102,6 @@ class Guards:
         self.run = run
         self.policy = policy
         self.ref_model = ref_model
-        self.tokenizer = tokenizer
         self.optimizer = optimizer
         self.signal = 0  # the number of the first one that this process got
         self.ended = set()  # what looked on until it failed
@@ -153,10 +152,10 @@ class Guards:
         self.look("the warnings of steps", self.warn, *signs)
         self.look("the settings", self.say_what_was_changed, step)
         self.look("the count of interruptions", self.note_interruptions, metrics["time/total"])
-        asked = max(ranks.gather([self.signal]))
-        if asked:  # 0 would undo a signal that came while they gathered; the next step sees it
-            self.signal = asked
-        return asked > 0
+        number = max(ranks.gather([self.signal]))
+        if number:  # 0 would undo a signal that came while they gathered; the next step sees it
+            self.signal = number
+        return number > 0
 
     def after_evaluation(self, step, metrics, samples):
         self.look("the log of evaluations", self.log_evaluation, step, metrics, samples)

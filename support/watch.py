@@ -39,7 +39,6 @@ class Watch:
             self.give_signs_to(store_of_all())
 
     def give_signs_to(self, store):
-
         def told(key):
             return store.get(key).decode() if store.check([key]) else ""
 

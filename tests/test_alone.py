@@ -42,22 +42,34 @@ def test_file_alone_trains_and_a_killed_run_resumes_bit_for_bit(alone, checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options, words",
+    "task, words",
     [
         ("", "so give --model_id ID --task FILE.jsonl"),
-        ("--model_id={}", "data.jsonl, line 1 is no"),
+        ("other.jsonl", "other.jsonl"),
+        ("data.jsonl", "rules.txt"),
     ],
 )
-def test_file_alone_says_what_it_needs_and_in_one_sentence_what_is_wrong(
-    alone, checkpoint, options, words
+def test_file_alone_says_in_one_sentence_what_is_wrong_unless_it_is_in_a_reward(
+    alone, checkpoint, task, words
 ):
-    (alone / "data.jsonl").write_text("{}\n")
-    if options:
-        options = options.format(checkpoint) + " --task=data.jsonl"
-    done = run_python("starter.py", *options.split(), folder=alone, paths=())
-    assert ("\nsupport/ is not here: a run is slower" in done.stdout) == bool(options)
-    assert done.stderr.startswith("starter.py stopped: ") and words in done.stderr
-    assert done.stderr.count("\n") == 1 == done.returncode
+    """A file that the command line names costs one sentence, and one that a reward does not find
+    its traceback."""
+    source = (alone / "starter.py").read_text()
+    call = "    return score_answer(response_text, problem)\n"
+    assert source.count(call) == 1
+    (alone / "starter.py").write_text(source.replace(call, f"    open('rules.txt')\n{call}"))
+    lines = [json.dumps({"prompt": f"add 1 {i}", "answer": i}) for i in range(40)]
+    (alone / "data.jsonl").write_text("\n".join(lines))
+    options = ["--max_new_tokens=4", "--n_train_steps=0", "--device=cpu"]
+    if task:
+        options += [f"--model_id={checkpoint}", f"--task={task}"]
+    done = run_python("starter.py", *options, folder=alone, paths=())
+    assert ("\nsupport/ is not here: a run is slower" in done.stdout) == bool(task)
+    assert words in done.stderr and done.returncode == 1
+    if words == "rules.txt":
+        assert "Traceback" in done.stderr and "a response to {'prompt'" in done.stderr
+    else:
+        assert done.stderr.startswith("starter.py stopped: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -77,23 +89,6 @@ def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name
     starter.check_settings(starter.cfg_with(**given))
     with pytest.raises(starter.InputError, match=name):
         starter.check_settings(starter.cfg_with(**given | {name: value}))
-
-
-@pytest.mark.slow
-def test_file_that_a_reward_does_not_find_ends_with_its_traceback(alone, checkpoint):
-    """A file that the command line names costs one sentence."""
-    source = (alone / "starter.py").read_text()
-    call = "    return score_answer(response_text, problem)\n"
-    assert source.count(call) == 1
-    (alone / "starter.py").write_text(source.replace(call, f"    open('rules.txt')\n{call}"))
-    lines = [json.dumps({"prompt": f"add 1 {i}", "answer": i}) for i in range(40)]
-    (alone / "data.jsonl").write_text("\n".join(lines))
-    options = f"--model_id={checkpoint} --max_new_tokens=4 --n_train_steps=0 --device=cpu --task="
-    for task, words in (("data.jsonl", "rules.txt"), ("other.jsonl", "other.jsonl")):
-        done = run_python("starter.py", *f"{options}{task}".split(), folder=alone, paths=())
-        assert words in done.stderr and done.returncode == 1
-        assert ("a response to {'prompt'" in done.stderr) == (task == "data.jsonl")
-        assert ("Traceback" in done.stderr) == (task == "data.jsonl")
 
 
 # Prints what changed while starter was imported.

@@ -54,8 +54,11 @@ def test_interval_of_a_share_matches_published_values():
 
 
 def test_report_has_changes_interval_and_kl(finished):
+    """And the saved model keeps the problems of other skills."""
     for result in finished:
-        text = (result["run_folder"] / "report.txt").read_text()
+        folder = result["run_folder"]
+        assert (folder / "model" / "retention.jsonl").read_text() == SKILL
+        text = (folder / "report.txt").read_text()
         assert f"0.0% -> {result['after']['solved']:6.1%}  (" in text
         assert "  retention_sort" in text and ", of 10 held-out problems" in text
         assert f"): {result['kl_per_token']:.3f} nats per token" in text

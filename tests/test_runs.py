@@ -5,7 +5,7 @@ starter.py alone ("alone") or with support/ ("support").
 """
 
 import functools
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -185,22 +185,21 @@ def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits
 ):
     """But none of an update that was begun, which would be of no step."""
 
-    def fail():
-        raise ZeroDivisionError
-
+    fail = mock.Mock(side_effect=ZeroDivisionError)
     given = full_settings(checkpoint, tmp_path, save_every=0)
-    for owner, name, number, is_saved in (
-        (starter, "problems_of_step", 1, False),  # of step 1: there is nothing to save
-        (torch.optim.AdamW, "step", 6, False),  # of step 3, its second epoch
-        (starter, "compute_group_normalized_advantages", 6, True),
+    for owner, name, number, saved in (
+        (starter, "problems_of_step", 1, []),  # of step 1: there is nothing to save
+        (torch.optim.AdamW, "step", 6, []),  # of step 3, its second epoch
+        (starter, "log_train", 2, [2]),
+        (starter, "compute_group_normalized_advantages", 6, [5]),
     ):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         with at_call(owner, name, number, fail), pytest.raises(ZeroDivisionError):
             run(kind, **given)
-        saved = "An error ends the run; a checkpoint of step 5 is saved" in capsys.readouterr().out
-        assert saved == is_saved
-        assert len([*tmp_path.glob("runs/*/*.pt")]) == is_saved
-        if not is_saved:
-            shutil.rmtree(tmp_path / "runs")
+        said = r"An error ends the run; a checkpoint of step (\d+) is saved; to go on: resume = "
+        assert [int(step) for step in re.findall(said, capsys.readouterr().out)] == saved
+        paths = tmp_path.glob("runs/*/checkpoint_*")
+        assert [path.name for path in paths] == [f"checkpoint_{step:08d}.pt" for step in saved]
     resume(kind, checkpoint, tmp_path, save_every=0)
     assert "after step 5\n" in capsys.readouterr().out
     assert outcome(tmp_path) == undisturbed(kind)
@@ -232,6 +231,21 @@ FULL = {  # what is being written then: whose call fills the disk, and which one
 }
 
 
+def fill(disk):
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free))
+
+
+@pytest.fixture(scope="module")
+def on_a_large_disk(checkpoint, tmp_path_factory):
+    """Returns the last evaluation of such a run, for each kind."""
+
+    @functools.cache
+    def of_kind(kind):
+        return run(kind, **settings(checkpoint, tmp_path_factory.mktemp("large")))["after"]
+
+    return of_kind
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """Returns a disk of 20 MB, and fills it."""
@@ -248,15 +262,16 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("written", FULL)
 @slow
 def test_full_disk_leaves_the_last_checkpoint_whole_and_nothing_half_written(
-    checkpoint, small_disk, written, kind
+    checkpoint, small_disk, on_a_large_disk, written, kind
 ):
-    def fill():
-        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    def fill_and_fail():
+        fill(small_disk)
         if written == "a checkpoint, in its middle":
             raise OSError("No space left on device")
 
     given = settings(checkpoint, small_disk / "runs", save_every=1)
-    with at_call(*FULL[written], fill), pytest.raises(RunStopped, match="cannot be written") as end:
+    full = at_call(*FULL[written], fill_and_fail)
+    with full, pytest.raises(RunStopped, match="cannot be written") as end:
         run(kind, **given)
     assert re.search(r"needs [\d.e-]+ GB, and [\d.e-]+ GB are free; make room", str(end.value))
     [folder] = (small_disk / "runs").iterdir()
@@ -267,7 +282,7 @@ def test_full_disk_leaves_the_last_checkpoint_whole_and_nothing_half_written(
         assert zipfile.ZipFile(path).testzip() is None
     (small_disk / "other").unlink()
     resumed = run(kind, **given, resume=str(folder))  # the command that the message names
-    assert resumed["after"] == run(kind, **settings(checkpoint, small_disk / "b"))["after"]
+    assert resumed["after"] == on_a_large_disk(kind)
 
 
 @pytest.mark.parametrize(
@@ -283,13 +298,10 @@ def test_full_disk_costs_a_picture_and_not_the_run(
     checkpoint, small_disk, capsys, monkeypatch, owner, name, what
 ):
     monkeypatch.setattr(report, "draw", draw)
-
-    def fill():
-        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
-
     given = settings(checkpoint, small_disk / "runs", n_train_steps=1)
+    full = at_call(owner, name, 1, lambda: fill(small_disk))
     emptied = at_call(starter.Run, "save", None, lambda: (small_disk / "other").unlink(True))
-    with at_call(owner, name, 1, fill), emptied:
+    with full, emptied:
         result = run("support", **given)
     assert f"{what} ends here: OSError(28" in capsys.readouterr().out
     left = [path.name for path in result["run_folder"].iterdir() if "unfinished" in path.name]
@@ -301,14 +313,18 @@ def test_full_disk_costs_a_picture_and_not_the_run(
 
 @both
 def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_path, capsys, kind):
+    """Without a step left it says so, and keeps the settings."""
     given = full_settings(checkpoint, tmp_path, n_train_steps=2)
     first = run(kind, **given)
     ended = outcome(tmp_path)
+    settings_file = first["run_folder"] / "settings.json"
+    before = settings_file.read_text()
     capsys.readouterr()
-    again = run(kind, **{**given, "resume": True})
+    again = run(kind, **{**given, "learning_rate": 5e-5, "resume": True})
     printed = capsys.readouterr().out
+    assert "no step is left to train: raise n_train_steps" in printed
     assert steps_in(printed) == steps_in(printed, "Eval at step") == []
-    assert again == first and outcome(tmp_path) == ended
+    assert again == first and outcome(tmp_path) == ended and settings_file.read_text() == before
     resume(kind, checkpoint, tmp_path, n_train_steps=3, learning_rate=2e-3)
     assert steps_in(capsys.readouterr().out) == [3]
     rates = scalars(first["run_folder"])["train/lr"]  # in the warm-up; that of now
@@ -316,18 +332,21 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
 
 
 def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(checkpoint, tmp_path):
-    """Also where an older version began the run: main() has got a parameter since, and lost one."""
+    """Names are of local time, and folders are renamed. Also where an older version began the run:
+    main() has got a parameter since, and lost one."""
 
     def go(name, **changes):
-        return run("support", **settings(checkpoint, tmp_path, run_name=name, **changes))
+        given = settings(checkpoint, tmp_path, run_name=name, **changes)
+        return run("support", **given)["run_folder"]
 
     go("b", n_train_steps=0)
-    newer = go("a", n_train_steps=1)["run_folder"]
+    newer = go("a", n_train_steps=1).rename(tmp_path / "0 best [0.1]")
     config = json.loads((newer / "settings.json").read_text()) | {"gone": 1}
     del config["importance_cap"]
     (newer / "settings.json").write_text(json.dumps(config))
-    assert go("b", n_train_steps=2, resume=True)["run_folder"] == newer
-    assert list(scalars(newer)["train/loss"]) == [1, 2]
+    for n, resume in ((2, True), (3, str(newer))):
+        assert go("b", n_train_steps=n, resume=resume) == newer
+    assert list(scalars(newer)["train/loss"]) == [1, 2, 3]
     source = Path(starter.__file__).read_bytes()
     assert (newer / "starter_from_step_2.py").read_bytes() == source
 
@@ -337,37 +356,23 @@ def test_script_is_kept_with_the_run_and_a_resume_says_that_it_was_edited(
 ):
     script = tmp_path / "my_script.py"
     script.write_text("def reward(text, problem):\n    return float(len(text))\n")
-    spec = importlib.util.spec_from_file_location("my_script", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    my_script = importlib.import_module("my_script")
     started = tmp_path / "started.py"
     started.write_text("import my_script\n")
     monkeypatch.setattr(sys, "argv", [str(started)])
-    given = settings(checkpoint, tmp_path, n_train_steps=1, seed=3)
-    folder = run("support", **{**given, "reward": module.reward})["run_folder"]
+    given = settings(checkpoint, tmp_path, reward=my_script.reward)
+    folder = run("support", **{**given, "n_train_steps": 1})["run_folder"]
     for file in (script, started):
         assert (folder / f"{file.stem}_from_step_1.py").read_text() == file.read_text()
     made_with = json.loads((folder / "settings.json").read_text())["made_with"]
     assert made_with["torch"] == torch.__version__
     started.write_text("import my_script  # edited\n")
     capsys.readouterr()
-    run("support", **{**given, "reward": module.reward, "n_train_steps": 2, "resume": True})
+    run("support", **{**given, "n_train_steps": 2, "resume": True})
     printed = capsys.readouterr().out
     assert "resume: started.py is another one than started_from_step_1.py" in printed
     assert "my_script.py is another" not in printed and "made_with" not in printed
-
-
-def test_newest_run_is_the_one_that_was_begun_last_whatever_its_name(checkpoint, tmp_path, capsys):
-    """Names are of local time, and folders are renamed."""
-    for name in ("z", "lr[0.1]"):
-        result = run("alone", **settings(checkpoint, tmp_path, run_name=name, n_train_steps=1))
-        folder = result["run_folder"]
-    renamed = folder.rename(tmp_path / "0 best [0.1]")
-    os.utime(next(tmp_path.glob("*_z")) / "settings.json", (0, 0))
-    capsys.readouterr()
-    for resume in (True, str(renamed)):
-        again = run("alone", **settings(checkpoint, tmp_path, n_train_steps=1, resume=resume))
-        assert again["run_folder"] == renamed and "after step 1\n" in capsys.readouterr().out
 
 
 def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, tmp_path, capsys):
@@ -382,24 +387,6 @@ def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, 
     shares = [0.5, *(0.55 + 0.45 * math.cos(math.pi / 4 * i) for i in range(5)), 0.1, 0.1]
     rates = scalars(result["run_folder"])["train/lr"]
     assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
-
-
-def test_resume_without_a_step_left_says_so_and_keeps_the_settings(checkpoint, tmp_path, capsys):
-    folder = run("alone", **settings(checkpoint, tmp_path, n_train_steps=1))["run_folder"]
-    before = (folder / "settings.json").read_text()
-    again = settings(checkpoint, tmp_path, n_train_steps=1, learning_rate=5e-5, resume=True)
-    run("alone", **again)
-    assert "no step is left to train: raise n_train_steps" in capsys.readouterr().out
-    assert (folder / "settings.json").read_text() == before
-
-
-def test_saved_model_keeps_the_problems_of_other_skills(checkpoint, tmp_path):
-    skilled = shutil.copytree(checkpoint, tmp_path / "skilled")
-    line = '{"skill": "sort", "prompt": "sort 21", "answer": "12"}\n'
-    (skilled / "retention.jsonl").write_text(line)
-    given = settings(skilled, tmp_path / "runs", n_train_steps=1)
-    saved = run("alone", **given)["run_folder"] / "model"
-    assert (saved / "retention.jsonl").read_text() == line
 
 
 def test_settings_of_two_runs_with_the_same_reward_are_the_same_text():

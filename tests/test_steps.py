@@ -47,9 +47,16 @@ def test_numbers_are_those_of_the_loss(checkpoint, tmp_path, monkeypatch):
         return loss, means
 
     monkeypatch.setattr(starter, "grpo_microbatch_step", spoil_and_keep)
-    given = settings(checkpoint, tmp_path, n_train_steps=2, epochs_per_rollout=2)
-    given |= dict(max_sampler_diff=math.inf, max_tokens_per_microbatch=9999, use_kl_penalty=True)
-    given |= dict(kl_coef=0.3)
+    given = settings(
+        checkpoint,
+        tmp_path,
+        n_train_steps=2,
+        epochs_per_rollout=2,
+        max_sampler_diff=math.inf,
+        max_tokens_per_microbatch=9999,
+        use_kl_penalty=True,
+        kl_coef=0.3,
+    )
     folder = starter.main(**given)["run_folder"]
     rows, loss = calls[2]
     mask = rows["response_mask"]
