@@ -112,7 +112,7 @@ def whole_log_softmax(model, response, temperature=1.0):
 # The quick tests
 
 LOSS_OF_STEP = 'loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()'
-MASK = "torch.cat([prompt_zeros, ~log_probs.isnan()])"
+MASK = "[False] * len(before) + is_written"
 SCALED = (
     "    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays\n"
 )
@@ -121,8 +121,8 @@ DIFFERENCE = "d = (policy_log_probs - ref_log_probs).detach()  # this"
 CHANGES = {  # name: a text of starter.py, what stands in its place, the quick test that then fails
     "sign of the loss": ("loss = -torch.minimum(", "loss = torch.minimum(", "test_step"),
     "labels not shifted": ('"labels": ids[1:]', '"labels": ids[:-1]', "test_step"),
-    "mask too early": (MASK, MASK + ".roll(-1)", "test_step"),
-    "mask too late": (MASK, "torch.cat([prompt_zeros, torch.arange(n)])", "test_step"),
+    "mask too early": (MASK, "[*([False] * len(before) + is_written)[1:], False]", "test_step"),
+    "mask too late": (MASK, "[False] * (len(before) + 1) + is_written[1:]", "test_step"),
     "KL swapped": (DIFFERENCE, DIFFERENCE.replace("= (", "= -("), "test_kl_gradient"),
     "exact KL swapped": ("(log_p.exp() * d)", "(-ref_log_p.exp() * d)", "test_kl_gradient"),
     "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),

@@ -4,10 +4,11 @@
     python -m lab.bench vllm       both with vLLM, by phase -> bench_vllm.csv
     python -m lab.bench busy       beside a program that takes a core -> bench_busy.csv
 
-A step is 32 prompts x 8 responses, sampled, rewarded and learnt from. Models have random weights,
-so that most responses have their full length, and random rewards, so that every group teaches. Each
-side runs in a process of its own, in turns; TRL with as many rows at once as are quickest for it.
-The first two steps are not counted. Times are medians over the rounds, a ratio is that of medians.
+A step is 32 prompts x 8 responses (8 x 8 of the size L), sampled, rewarded and learnt from. Models
+have random weights, so that most responses have their full length, and random rewards, so that
+every group teaches. Each side runs in a process of its own, in turns; TRL with as many rows at once
+as are quickest for it. The first two steps are not counted. Times are medians over the rounds, a
+ratio is that of medians.
 TRL needs `pip install trl==1.16.0 datasets`. With vLLM both have it in their own process; TRL is
 without its importance sampling where that is quicker.
 """
@@ -36,12 +37,12 @@ WARM_UP = 2  # steps of each process that are not counted
 STEPS = 5  # that are
 ROUNDS = 5
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-SIZES = {  # shape, tokens of a response, TRL's rows at once, of which the quickest is taken
-    "S": ("S", 16, [256, 128, 64]),
-    "M": ("M", 16, [256, 128, 64]),
-    "M-64": ("M", 64, [256, 64, 32]),
-    "L": ("L", 16, [64]),
-    "built-in": ("built-in", 16, [256, 128, 64]),
+SIZES = {  # shape, responses, their tokens, TRL's rows at once, of which the quickest is taken
+    "S": ("S", 256, 16, [256, 128, 64]),
+    "M": ("M", 256, 16, [256, 128, 64]),
+    "M-64": ("M", 256, 64, [256, 64, 32]),
+    "L": ("L", 64, 16, [64]),
+    "built-in": ("built-in", 256, 16, [256, 128, 64]),
 }
 CASES = [  # with what, size, dtype, KL penalty
     "support/ S bfloat16 off",
@@ -292,12 +293,13 @@ def quickest_rows(settings, choices):
 
 
 def settings_of(folder, size, dtype, **more):
+    _, responses, tokens, _ = SIZES[size]
     return dict(
         model_id=folder,
         task=made_up_problems,
         reward=noise,
-        rollout_batch_size=256,
-        max_new_tokens=SIZES[size][1],
+        rollout_batch_size=responses,
+        max_new_tokens=tokens,
         learning_rate=1e-6,
         precision=dtype.replace("bfloat", "bf"),
         device="cpu",
@@ -310,7 +312,7 @@ def settings_of(folder, size, dtype, **more):
 
 def measure(parts, size, dtype, kl):
     """Returns a row: a step of ours beside one of TRL's."""
-    shape, _, choices = SIZES[size]
+    shape, _, _, choices = SIZES[size]
     seconds = {"starter.py": [], "TRL 1.16": []}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
@@ -329,6 +331,7 @@ def measure(parts, size, dtype, kl):
         medians.append(statistics.median(steps))
         row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
     row["ratio"] = f"{medians[1] / medians[0]:.2f}"
+    row |= {"rounds": ROUNDS, "responses": settings["rollout_batch_size"]}
     return {**row, **where()}
 
 
@@ -349,7 +352,7 @@ def phases(log, warm_up=WARM_UP):
 
 def measure_with_vllm(size, dtype):
     """Returns a row of each side."""
-    shape, _, choices = SIZES[size]
+    shape, _, _, choices = SIZES[size]
     found = {"starter.py": {}, "TRL 1.16": {}}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)

@@ -92,21 +92,9 @@ def seconds_of_run(settings):
 
 def cost_of(size):
     """Returns the row of a size: three comparisons are those of a run of 100 steps."""
-    shape, new_tokens, _ = bench.SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
-        bench.save_random(shape, folder)
-        settings = dict(
-            model_id=folder,
-            task=bench.made_up_problems,
-            reward=bench.noise,
-            rollout_batch_size=256,
-            max_new_tokens=new_tokens,
-            learning_rate=1e-6,
-            precision="float32",
-            device="cpu",
-            n_train_steps=10,
-            eval_every=0,
-        )
+        bench.save_random(bench.SIZES[size][0], folder)
+        settings = bench.settings_of(folder, size, "float32") | {"n_train_steps": 10}
         steps, compared = bench.in_process(seconds_of_run, settings)
     step = statistics.median(steps[1:-1])
     each = sum(compared) / 2  # in steps 1 and 10, of the sampler and of the rows
