@@ -32,9 +32,9 @@ the sections:
                  > token_statistics 11 > statistics_of_logits 7
                  > compute_loss 9 > kl_in_loss 8, ppo_loss 9
 
-Where the other folders lie beside this file, faster functions with the same gradient take the place
-of those of section 11, and of no others: what you change here is what runs. What else they add
-(kinds of files, odd models, agents, async rewards) is called in sight, where find_support() stands.
+Where the other folders lie beside this file, their faster functions with the same gradient take the
+place of those of section 11, and of no others: what you change here is what runs. What else they
+add (kinds of files, odd models, agents, async rewards) is called in sight, by find_support().
 
 Shapes: P prompts, G responses to each, n responses in all, B rows of a batch (mostly one a
 response), T columns, N tokens, V tokens in the vocabulary. Four log-probs of a sampled token:
@@ -43,9 +43,10 @@ sampler (as the engine that drew the token computed it), ref (of the reference).
 
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
-off by default; the loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476);
-tokens are weighted by old / sampler, at most 2, where the engine that sampled computes otherwise;
-the KL term's value is k3, and its mean gradient at each token is that of KL(policy || reference).
+off by default. The loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476).
+Each token is weighted by old / sampler, at most 2: this is 1 but for engines that compute log-probs
+in another way. The KL term has the value of k3, and its mean gradient at each token is that of
+KL(policy || reference).
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -127,8 +128,12 @@ def find_support():
 # A problem is a dict with "prompt" and whatever the reward needs; a file must have "answer", too. A
 # task is a function from the settings of main() to (problems to train on, held-out ones), such as
 #     def sums(cfg):
-#         found = [{"prompt": f"{a} + {b}", "answer": a + b} for a in range(50) for b in range(50)]
-#         return found[:-200], found[-200:]
+#         train, held_out = [], []
+#         for a in range(50):
+#             for b in range(50):
+#                 part = held_out if is_held_out(a, b) else train
+#                 part.append({"prompt": f"{a} + {b}", "answer": a + b})
+#         return train, held_out
 
 TASKS = {}  # name: task; add yours here, or give the function itself. support/tasks.py adds some.
 
@@ -455,7 +460,7 @@ class Response(NamedTuple):
     log_probs: list
     finished: bool  # ended by a stop token; otherwise cut at max_new_tokens
     reward: float | None = None  # where an agent has given one
-    others: tuple = ()  # Responses: further conversations of the same agent, which are trained on
+    others: tuple = ()  # Responses: an agent's further conversations, rows of their own in a batch
 
     def n_written(self):
         """Tokens that the policy wrote."""
@@ -494,12 +499,13 @@ def rollout(policy, llm, problems, cfg, purpose, group_size, temperature, agent=
 
 
 def scale_logits(logits, temperature):
-    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored. To
-    forbid tokens in both, return logits.index_fill(1, tokens, -math.inf); vLLM draws by itself."""
+    """(B, V) logits of the model -> (B, V) float32 logits, by which tokens are drawn and scored;
+    vLLM draws by itself."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
-    if temperature == 0:  # greedy: scored at 1
-        return logits
-    return logits / temperature
+    if temperature > 0:  # what is greedy is scored at 1
+        logits = logits / temperature
+    # To forbid tokens: logits = logits.index_fill(1, torch.tensor([7, 8]), -math.inf)
+    return logits
 
 
 def draw_from(probs, uniform):
@@ -560,6 +566,18 @@ def decode(policy, requests, uniform, cfg, temperature):
     return responses
 
 
+def check_log_probs(responses):
+    """Raises RunStopped where the log-prob of a drawn token is nan, as after a division by 0. Such
+    a token would count as one that an agent read."""
+    for response in responses:
+        if any(map(math.isnan, response.log_probs)):
+            raise RunStopped(
+                f"the policy gave the log-probs {response.log_probs[:3]} to tokens that it drew; "
+                "its weights or logits are not finite: lower learning_rate, or with precision = "
+                "'fp16' take another one"
+            )
+
+
 @torch.no_grad()
 def rollout_with_transformers(policy, requests, cfg, temperature=1.0):
     """B Requests -> B Responses."""
@@ -576,6 +594,7 @@ def rollout_with_transformers(policy, requests, cfg, temperature=1.0):
                 uniform.append(torch.rand(request.max_new_tokens, generator=generator))
             uniform = pad_sequence(uniform, batch_first=True).to(policy.device)
             responses += decode(policy, some, uniform, cfg, temperature)
+    check_log_probs(responses)
     return responses
 
 
@@ -620,6 +639,7 @@ def rollout_with_vllm(llm, requests, cfg, temperature=1.0):
         log_probs = [by_id[token].logprob for token, by_id in zip(ids, output.logprobs)]
         finished = output.finish_reason == "stop"
         responses.append(Response(request.prompt_ids, ids, log_probs, finished))
+    check_log_probs(responses)
     return responses
 
 
@@ -660,7 +680,7 @@ def tagged_answer(text):
 
 def last_number(text):
     """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
-    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
     return "".join(re.findall(number, text, re.ASCII)[-1:]).rstrip(",")
 
 
@@ -783,7 +803,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     easy and hard prompts weigh the same (arXiv:2503.20783). With group_size 2, rewards [1, 0, 1, 1]
     become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
     A response whose reward is nan was not scored. It leaves its group: its advantage is 0, and the
-    others are compared with each other."""
+    others are compared with each other. Its tokens still count in the average of section 6."""
     groups = rewards.reshape(-1, group_size)
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
@@ -1041,7 +1061,8 @@ def k3(d):
     return torch.expm1(-d) + d
 
 
-# d -> an estimate of KL(policy || reference) in nats. Its own gradient acts "as_written" alone
+# d -> an estimate of KL(policy || reference) in nats. These functions are differentiated with
+# kl_gradient = "as_written" alone
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
@@ -1077,9 +1098,9 @@ def sum_to_go(kl, mask):
 
 def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
     """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads: of a
-    response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy this is
-    the gradient of the whole response's KL, if the estimator is unbiased; kl_estimator = "exact"
-    has the least noise."""
+    response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy, with an
+    unbiased estimator and loss_average = "dr_grpo", this is the gradient of the whole response's
+    KL; kl_estimator = "exact" has the least noise."""
     later = (sum_to_go(kl, mask) - kl).detach()  # a weight of grad log pi
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
@@ -1095,7 +1116,7 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, ex
     """kl_in = "loss" or "loss_to_go": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times
     beta, to the loss of each token. exact_kl: (B, T), of an estimator in EXACT.
 
-    kl_ratio_cap cuts the weight pi / sampler, which bounds the gradient and biases it."""
+    kl_ratio_cap bounds the weight pi / sampler, and so biases the gradient."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()  # a weight
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
     kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
@@ -1108,7 +1129,7 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, ex
 
 def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
     """kl_in = "reward": (B, T) log-probs -> (B, T) KL, which compute_loss takes, times beta, off
-    the advantage of each token, as if each token had a reward of -beta * KL.
+    the advantage of each token: a reward of -beta * KL, which is not compared within the group.
 
     A token pays for its own and all later KL, as measured at the rollout, in every epoch, inside of
     the PPO clip. With k1 and loss_average = "dr_grpo" this is the gradient of the response's KL."""
@@ -1124,9 +1145,9 @@ def kl_in_reward(sampler_log_probs, ref_log_probs, mask, cfg):
 
 @torch.no_grad()
 def kl_for_log(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl=None):
-    """(B, T) log-probs -> {name: (B, T)} of which the log has the means: the KL of this policy by
-    cfg.kl_estimator before a rule and after it; and by each estimator, weighted so that the mean is
-    over the policy's own samples."""
+    """(B, T) log-probs -> {name: (B, T)} of which the log has the means: the KL at the sampled
+    tokens by cfg.kl_estimator, before a rule and after it; and the KL by each estimator, weighted
+    so that the mean is over the policy's own samples."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs)
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
     kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
@@ -1182,6 +1203,7 @@ def compute_loss(
     old_log_probs = torch.where(mask, old_log_probs, 0.0)
     if sampler_log_probs is None:
         sampler_log_probs = old_log_probs
+    sampler_log_probs = torch.where(mask, sampler_log_probs, 0.0)
     kl_loss = 0.0
     kl_metadata = {}
     if ref_log_probs is not None:
@@ -1421,13 +1443,16 @@ def log_eval(run, step, metrics):
 #     weights     load_model, weights_by_name, init_vllm, load_policy_into_vllm_instance,
 #                 save_checkpoint, load_checkpoint
 #
-# They decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they
-# call the functions of other sections. So the folder support/ may put a faster function, with the
-# same gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It
-# replaces nothing else, and leaves alone what you have edited: a function with @mechanic, or a
-# helper of one, such as response_logits, that the faster function would not call. During a run some
-# of its results are compared with those of this section. The log names what it has replaced. To run
-# all of this file as it stands, rename that folder.
+# Those of learning hold the forward pass and the loop over microbatches: read them with sections 6
+# to 9. The others may be skipped. None decides what is drawn, computed from logits, rewarded or
+# minimised: for that they call the functions of other sections.
+#
+# All twelve stand together since the folder support/ may put a faster function, with the same
+# gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It leaves
+# alone what you have edited: a function with @mechanic, or a helper of one, such as
+# response_logits, that the faster function would not call. During a run some of its results are
+# compared with those of this section. The log names what it has replaced. To run all of this file
+# as it stands, rename that folder.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
@@ -1449,9 +1474,10 @@ def mechanic(function):
 
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
-    """Returns the rows of the step that this process computes. Here: all. support/: its share of
-    them; and, while the functions of the loss are as shipped, without those whose advantages are 0
-    and that pay no KL: they have no gradient. Means in the log are over the rows that are left."""
+    """Returns the rows of the step that this process computes, at least one. Here: all. support/:
+    its share of them; and, while the functions of the loss are as shipped, without those whose
+    advantages are 0 and that pay no KL: they have no gradient. Means in the log are over the rows
+    that are left."""
     return batch
 
 
@@ -2007,7 +2033,7 @@ def train(
         metrics = joined(metrics, means)
         if state["first_diff"] is None:
             state["first_diff"] = metrics["sampler_logprob_diff"]
-        state["step"] = step
+        state["step"] = step  # also where it was skipped
         state["controller"] = controller.state
         state["scaler"] = scaler.state_dict()
         run.in_update = False
@@ -2090,6 +2116,8 @@ def choose_device(cfg):
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.device = torch.device(cfg.device)
     on_gpu = cfg.device.type == "cuda"
+    if on_gpu and cfg.device.index is not None:
+        torch.cuda.set_device(cfg.device)  # where support/ starts vLLM, too
     if cfg.precision == "auto" and on_gpu:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         cfg.precision = "bf16" if has_bf16 else "fp16"
@@ -2146,6 +2174,11 @@ def check_settings(cfg):
         raise InputError(
             f"reward = {cfg.reward!r:.100} is no function; give one in a script that calls main()"
         )
+    if cfg.reward is None and not cfg.use_kl_penalty:
+        raise InputError(
+            "reward = None leaves the KL term alone to teach; set use_kl_penalty = True, and a "
+            "teacher as ref_model_id"
+        )
     if cfg.temperature <= 0:
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
     if cfg.ref_model_id and not cfg.use_kl_penalty:
@@ -2184,10 +2217,10 @@ def main(
     reward=reward_fn,  # see section 4; None: only the KL term teaches, with ref_model_id
     lora_rank=0,  # 16: LoRA adapters learn, the weights do not; needs peft and a higher rate
     seed=0,  # the same seed gives the same numbers on the same machine
-    device="auto",  # "cpu", "cuda", "cuda:1", "mps"; auto: an NVIDIA GPU if there is one
+    device="auto",  # "cpu", "cuda", "cuda:1" (vLLM: with support/), "mps"; auto: a GPU of NVIDIA
     # Rollout
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
-    n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate only
+    n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate, and save the model
     rollout_batch_size=None,  # responses per step = prompts x group_size
     group_size=8,  # responses to one prompt
     max_new_tokens=None,  # longer responses are cut; what an agent reads counts, too
@@ -2202,7 +2235,7 @@ def main(
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
     importance_cap=2.0,  # largest weight of a token that corrects for the sampler
-    epochs_per_rollout=1,  # optimiser steps per rollout
+    epochs_per_rollout=1,  # passes over a rollout, with one optimiser step each
     # KL penalty. README_KL.md has the measured tables.
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
     ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
@@ -2239,7 +2272,7 @@ def main(
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
     # The first line, so that these are the parameters alone. None and "auto" in it are replaced
-    # below, by begin(), apply_preset() and choose_device()
+    # below, by begin(), apply_preset() and choose_device(); later stop_token_ids comes to them
     cfg = SimpleNamespace(**locals())
     if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
         sys.stdout.reconfigure(errors="replace")
@@ -2407,7 +2440,8 @@ def test_step():
 
 
 def test_functions():
-    """Runs the quick tests. One that fails says what that means, and training goes on."""
+    """Runs the quick tests. One that fails says what that means, and training goes on. A script
+    that calls main() may call this before."""
     print("=== Running Quick Tests ===")
     for test in (test_kl_gradient, test_step):
         try:
@@ -2444,10 +2478,10 @@ def settings_from(arguments):
     )
     for name, default in vars(cfg_with()).items():
         kind = str if isinstance(default, str) else value_of
-        if kind is str:
-            parser.add_argument(f"--{name}", type=kind)
-        else:  # without a value it is True, as in --use_kl_penalty
+        if isinstance(default, bool) or name == "resume":  # without a value it is True
             parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
+        else:
+            parser.add_argument(f"--{name}", type=kind)
     typed = re.compile("(?<=^--)[^=]+")  # "--group-size=4" is "--group_size=4"
     arguments = [typed.sub(lambda found: found[0].replace("-", "_"), text) for text in arguments]
     settings, unknown = parser.parse_known_args(arguments)

@@ -113,9 +113,7 @@ def whole_log_softmax(model, response, temperature=1.0):
 
 LOSS_OF_STEP = 'loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()'
 MASK = "[False] * len(before) + is_written"
-SCALED = (
-    "    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays\n"
-)
+SCALED = "        logits = logits / temperature\n"
 FORBIDDEN = "    logits = logits.index_fill(1, torch.tensor([33, 151_000]), -math.inf)\n"
 DIFFERENCE = "d = (policy_log_probs - ref_log_probs).detach()  # this"
 CHANGES = {  # name: a text of starter.py, what stands in its place, the quick test that then fails
@@ -166,6 +164,14 @@ def assert_drawn(table, tokens, uniform, atol):
     own = table.gather(1, tokens).exp()
     upper = table.exp().cumsum(dim=1).gather(1, tokens)
     assert ((upper - own - atol <= uniform) & (uniform <= upper + atol)).all()
+
+
+def test_tokens_whose_log_prob_is_nan_stop_the_run(policy, path):
+    """Else they would count as tokens that an agent read, and be left out of the loss."""
+    path(policy)
+    policy.get_output_embeddings().weight.data[3] = math.nan
+    with pytest.raises(starter.RunStopped, match="not finite"):
+        sample(policy)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.0])

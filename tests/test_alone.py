@@ -81,6 +81,7 @@ def test_file_alone_says_in_one_sentence_what_is_wrong_unless_it_is_in_a_reward(
         ("kl_in", "reward"),  # with k3
         ("temperature", 0),
         ("kl_adaptation_method", "half+none"),
+        ("reward", None),  # without a KL term
     ],
 )
 def test_file_alone_refuses_what_would_act_like_something_else(monkeypatch, name, value):

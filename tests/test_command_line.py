@@ -36,7 +36,10 @@ def test_arguments_become_parameters_of_main(arguments):
     assert repr(starter.settings_from(arguments.split())) == repr(GIVEN[arguments])
 
 
-@pytest.mark.parametrize("arguments", ["--lerning_rate 1e-4", "50 --seed 1", "seed=1", "--beta 3"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--lerning_rate 1e-4", "50 --seed 1", "seed=1", "--beta 3", "--learning_rate --seed 1"],
+)
 def test_wrong_argument_is_refused_with_where_to_find_the_right_one(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         starter.settings_from(arguments.split())

@@ -25,6 +25,7 @@ def llm(monkeypatch):
     monkeypatch.setattr(engines, "ON_CPU", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     return vllm.LLM
 
@@ -40,6 +41,11 @@ def test_a_gpu_gets_bf16_and_vllm(llm, changes, chosen):
     cfg = starter.cfg_with(**changes)
     starter.choose_device(cfg)
     assert (cfg.device.type, cfg.precision, cfg.engine) == chosen
+
+
+def test_a_gpu_that_is_named_is_the_current_one_which_vllm_takes(llm):
+    starter.choose_device(starter.cfg_with(device="cuda:1"))
+    torch.cuda.set_device.assert_called_once_with(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("init_vllm", [starter.init_vllm, engines.init_vllm])

@@ -51,7 +51,6 @@ def refusal(check, *arguments, **settings):
 WRONG = {
     "--seed 0.5": "seed = 0.5 must be int, such as 1",
     "--model_id tiny --n_train_steps 1,0": "n_train_steps = (1, 0) must be int, such as 150",
-    "--learning_rate": "learning_rate = True must be float",
     "--use_kl_penalty 1.0": "use_kl_penalty = 1.0 must be bool, such as True",
     "--importance_cap 0.5": "importance_cap = 0.5 must be 1 or more",
     "--kl_coef 0.2": "kl_coef = 0.2 changes nothing; leave it out, or set use_kl_penalty",
