@@ -164,7 +164,7 @@ def start_trls_engine_on_a_cpu(dtype):
 
     def sync_weights(self):
         weights = dict(self._iter_named_params()).items()
-        self.llm.collective_rpc(engines.load_weights_in_worker, args=(weights,))
+        self.llm.collective_rpc(engines.load_weights_in_worker, args=(lambda dtype: weights,))
         self.llm.reset_prefix_cache()
 
     generation.LLM = lambda **named: vllm.LLM(**{**named, **options})
