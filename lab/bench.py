@@ -13,6 +13,7 @@ without its importance sampling where that is quicker.
 """
 
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -280,12 +281,13 @@ def seconds_of(side, *arguments):
     return [seconds for _, seconds in log["time/total"]][WARM_UP:]
 
 
-def quickest_rows(settings, choices):
-    """Returns with how many rows at once TRL is quickest."""
-    medians = {}
-    for rows in choices:
-        medians[rows] = statistics.median(seconds_of(train_with_trl, settings, rows))
-    return min(medians, key=medians.get)
+def quickest_trl(settings, variants):
+    """Returns train_with_trl with those of its options by which a step is quickest."""
+    medians = []
+    for options in variants:
+        side = functools.partial(train_with_trl, **options)
+        medians.append(statistics.median(seconds_of(side, settings)))
+    return functools.partial(train_with_trl, **variants[medians.index(min(medians))])
 
 
 # 3. Measurements.
@@ -319,10 +321,10 @@ def measure(parts, size, dtype, kl):
         if parts == "alone":
             shutil.copy(REPOSITORY / "starter.py", folder)
             code = folder
-        rows = quickest_rows(settings, choices)
+        trl = quickest_trl(settings, [dict(rows=rows) for rows in choices])
         for _ in range(ROUNDS):
             seconds["starter.py"] += seconds_of(train_ours, settings, code)
-            seconds["TRL 1.16"] += seconds_of(train_with_trl, settings, rows)
+            seconds["TRL 1.16"] += seconds_of(trl, settings)
     row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
     medians = []
     for side, steps in seconds.items():
@@ -354,16 +356,12 @@ def measure_with_vllm(size, dtype):
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
         settings = settings_of(folder, size, dtype, engine="vllm")
-        variants = {}  # of TRL
-        for rows in choices:
-            for corrects in (True, False):
-                options = dict(rows=rows, vllm_importance_sampling_correction=corrects)
-                log = in_process(functools.partial(train_with_trl, **options), settings)
-                variants[statistics.median(phases(log)["step_s"])] = options
-        options = variants[min(variants)]
+        variants = []
+        for rows, corrects in itertools.product(choices, (True, False)):
+            variants.append(dict(rows=rows, vllm_importance_sampling_correction=corrects))
         sides = {
             "starter.py": functools.partial(train_ours, code=REPOSITORY),
-            "TRL 1.16": functools.partial(train_with_trl, **options),
+            "TRL 1.16": quickest_trl(settings, variants),
         }
         for _ in range(ROUNDS):
             for side, train in sides.items():
@@ -372,8 +370,8 @@ def measure_with_vllm(size, dtype):
     rows = []
     for side, taken in found.items():
         medians = {phase: f"{statistics.median(seconds):.3f}" for phase, seconds in taken.items()}
-        of_trl = options if side != "starter.py" else ""
-        rows.append({"model": size, "dtype": dtype, "side": side, **medians, "options": of_trl})
+        options = sides[side].keywords if side != "starter.py" else ""
+        rows.append({"model": size, "dtype": dtype, "side": side, **medians, "options": options})
     return [{**row, **where()} for row in rows]
 
 

@@ -134,11 +134,9 @@ def seconds_of(function, n_calls=1):
     """Returns the median seconds of calls, of more than one without the first, which compiles."""
     taken = []
     for _ in range(n_calls):
-        start = time.perf_counter()
+        start = bench.now()
         function()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(bench.now() - start)
     return statistics.median(taken[1:] or taken)
 
 
@@ -303,14 +301,12 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     sync = starter.load_policy_into_vllm_instance
     starter.log_train = lambda run, step, metrics: steps.append(metrics)
     starter.log_eval = lambda run, step, metrics: solved.append(100 * metrics["solved"])
-    starter.load_policy_into_vllm_instance = lambda *args: syncs.append(
-        seconds_of(functools.partial(sync, *args))
-    )
+    starter.load_policy_into_vllm_instance = bench.timed(sync, syncs)
     gpu.share_of_peak = lambda *inputs: shares.append(share_of_peak(*inputs)) or shares[-1]
     collected = seconds_of_collector()
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
-    sync_s = statistics.median(syncs) if syncs else 0.0
+    sync_s = statistics.median(seconds for _, seconds in syncs) if syncs else 0.0
     row = {
         "steps": len(steps),
         "step_s": means["time/total"],

@@ -7,11 +7,9 @@ Asked of every architecture of lab/architectures.py that support/fast.py fits: b
 the way of support/opinion.py, in three precisions. Its LIMITS must lie above the largest of these.
 """
 
-import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import starter  # before torch, for which it sets variables
@@ -61,52 +59,24 @@ def examine(name):
         return differences
 
 
-def row_of(name):
-    """Returns the row of an architecture, measured in a process that is ended after SECONDS."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        try:
-            differences = pool.apply_async(examine, (name,)).get(SECONDS)
-        except multiprocessing.TimeoutError:
-            return {}
-    return {name: f"{difference:.1e}" for name, difference in differences.items()}
-
-
 # The cost.  Models with random weights, of the sizes of lab/bench.py.
 
 
 def seconds_of_run(settings):
     """Returns the seconds of each step, and those of each comparison."""
     compared = []
-    is_wrong = opinion.SecondOpinion.is_wrong
-
-    def timed(*inputs):
-        start = time.perf_counter()
-        result = is_wrong(*inputs)
-        compared.append(time.perf_counter() - start)
-        return result
-
-    opinion.SecondOpinion.is_wrong = timed
+    of_opinion = opinion.SecondOpinion
+    of_opinion.is_wrong = bench.timed(of_opinion.is_wrong, compared)
     log = bench.train_ours(settings, REPOSITORY)
-    return [seconds for _, seconds in log["time/total"]], compared
+    return [seconds for _, seconds in log["time/total"]], [seconds for _, seconds in compared]
 
 
 def cost_of(size):
     """Returns the row of a size: three comparisons are those of a run of 100 steps."""
-    shape, new_tokens, _ = bench.SIZES[size]
+    shape, _, _ = bench.SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
         bench.save_random(shape, folder)
-        settings = dict(
-            model_id=folder,
-            task=bench.made_up_problems,
-            reward=bench.noise,
-            rollout_batch_size=256,
-            max_new_tokens=new_tokens,
-            learning_rate=1e-6,
-            precision="float32",
-            device="cpu",
-            n_train_steps=10,
-            eval_every=0,
-        )
+        settings = bench.settings_of(folder, size, "float32") | {"n_train_steps": 10}
         steps, compared = bench.in_process(seconds_of_run, settings)
     step = statistics.median(steps[1:-1])
     each = sum(compared) / 2  # in steps 1 and 10, of the sampler and of the rows
@@ -125,8 +95,9 @@ if __name__ == "__main__":
         sys.exit()
     rows = []
     for name in sorted(ROWS):
-        row = row_of(name)
-        if row:
-            rows.append({"name": name, **row})
+        differences = architectures.within(SECONDS, examine, name)
+        if differences:
+            numbers = {column: f"{difference:.1e}" for column, difference in differences.items()}
+            rows.append({"name": name, **numbers})
             print(*rows[-1].values(), sep=" | ", flush=True)
     write_csv("opinion", rows)
