@@ -12,6 +12,7 @@ TRL needs `pip install trl==1.16.0 datasets`. With vLLM both have it in their ow
 without its importance sampling where that is quicker.
 """
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -109,6 +110,28 @@ def chosen(settings):
     starter.apply_preset(cfg)
     starter.choose_device(cfg)
     return cfg
+
+
+class Measured(Exception):
+    """Ends main(), of which nothing else is needed."""
+
+
+def in_place_of_train(measure, settings):
+    """Runs main() to where it trains, and calls measure() with the inputs of train() instead.
+    Returns its result; nothing is saved."""
+    import starter
+
+    results = []
+
+    def train(*inputs):
+        results.append(measure(*inputs))
+        raise Measured
+
+    starter.train = train
+    starter.Run.save = lambda *inputs: None
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Measured):
+        starter.main(out_dir=folder, **settings)
+    return results[0]
 
 
 # 2. Sides.  Settings of main() -> what is logged, {tag: [(step, value)]}.

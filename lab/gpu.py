@@ -467,10 +467,6 @@ SECONDS = 150  # that a row may take
 ALL_SECONDS = {"gpu_update": 240, "gpu_vllm": 480}  # those of a call
 
 
-class Done(Exception):
-    """Everything was measured: nothing is saved."""
-
-
 def measure(name, models, is_rehearsal):
     """Prints "result" and the columns of a row. models: a folder for those with random weights."""
     settings = {"n_train_steps": 20, **rows_of(ranks.WORLD)[name]}
@@ -517,19 +513,13 @@ def measure(name, models, is_rehearsal):
 def columns_in_main(function, switches, settings):
     """Calls the function in the place of train()."""
     train = starter.train
-    columns = {}
 
-    def train_and_measure(*args):
-        policy, _, llm, optimizer, problems, cfg, *_ = args
-        go_on = functools.partial(train, *args)
-        columns.update(function(switches, policy, optimizer, llm, problems, cfg, go_on))
-        raise Done
+    def measure_policy(*inputs):
+        policy, _, llm, optimizer, problems, cfg, *_ = inputs
+        go_on = functools.partial(train, *inputs)
+        return function(switches, policy, optimizer, llm, problems, cfg, go_on)
 
-    starter.train = train_and_measure
-    starter.Run.save = lambda *args: None
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Done):
-        starter.main(out_dir=folder, **{"eval_every": 0, **settings})
-    return columns
+    return bench.in_place_of_train(measure_policy, {"eval_every": 0, **settings})
 
 
 def columns_of(command, seconds, environment={}):
