@@ -333,30 +333,6 @@ def settings_of(folder, size, dtype, **more):
     )
 
 
-def measure(parts, size, dtype, kl):
-    """Returns a row: a step of ours beside one of TRL's."""
-    shape, _, choices = SIZES[size]
-    seconds = {"starter.py": [], "TRL 1.16": []}
-    with tempfile.TemporaryDirectory() as folder:
-        save_random(shape, folder)
-        settings = settings_of(folder, size, dtype, use_kl_penalty=kl == "on")
-        code = REPOSITORY
-        if parts == "alone":
-            shutil.copy(REPOSITORY / "starter.py", folder)
-            code = folder
-        trl = quickest_trl(settings, [dict(rows=rows) for rows in choices])
-        for _ in range(ROUNDS):
-            seconds["starter.py"] += seconds_of(train_ours, settings, code)
-            seconds["TRL 1.16"] += seconds_of(trl, settings)
-    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
-    medians = []
-    for side, steps in seconds.items():
-        medians.append(statistics.median(steps))
-        row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
-    row["ratio"] = f"{medians[1] / medians[0]:.2f}"
-    return {**row, **where()}
-
-
 def phases(log, warm_up=WARM_UP):
     """Returns {phase: the seconds of each step that counts}."""
     taken = {}
@@ -372,10 +348,44 @@ def phases(log, warm_up=WARM_UP):
     }
 
 
+def in_turns(sides, settings):
+    """{name: side}, a model's settings -> {name: {phase: the seconds of all steps that count}}."""
+    found = {name: {} for name in sides}
+    for _ in range(ROUNDS):
+        for name, side in sides.items():
+            for phase, seconds in phases(in_process(side, settings)).items():
+                found[name].setdefault(phase, []).extend(seconds)
+    return found
+
+
+def measure(parts, size, dtype, kl):
+    """Returns a row: a step of ours beside one of TRL's."""
+    shape, _, choices = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(shape, folder)
+        settings = settings_of(folder, size, dtype, use_kl_penalty=kl == "on")
+        code = REPOSITORY
+        if parts == "alone":
+            shutil.copy(REPOSITORY / "starter.py", folder)
+            code = folder
+        sides = {
+            "starter.py": functools.partial(train_ours, code=code),
+            "TRL 1.16": quickest_trl(settings, [dict(rows=rows) for rows in choices]),
+        }
+        found = in_turns(sides, settings)
+    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
+    medians = []
+    for side, taken in found.items():
+        steps = taken["step_s"]
+        medians.append(statistics.median(steps))
+        row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
+    row["ratio"] = f"{medians[1] / medians[0]:.2f}"
+    return {**row, **where()}
+
+
 def measure_with_vllm(size, dtype):
     """Returns a row of each side."""
     shape, _, choices = SIZES[size]
-    found = {"starter.py": {}, "TRL 1.16": {}}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
         settings = settings_of(folder, size, dtype, engine="vllm")
@@ -386,10 +396,7 @@ def measure_with_vllm(size, dtype):
             "starter.py": functools.partial(train_ours, code=REPOSITORY),
             "TRL 1.16": quickest_trl(settings, variants),
         }
-        for _ in range(ROUNDS):
-            for side, train in sides.items():
-                for phase, seconds in phases(in_process(train, settings)).items():
-                    found[side].setdefault(phase, []).extend(seconds)
+        found = in_turns(sides, settings)
     rows = []
     for side, taken in found.items():
         medians = {phase: f"{statistics.median(seconds):.3f}" for phase, seconds in taken.items()}

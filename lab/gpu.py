@@ -299,10 +299,16 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     steps, solved, syncs, shares = [], [], [], []
     share_of_peak = gpu.share_of_peak
     sync = starter.load_policy_into_vllm_instance
+
+    def noted_share(*inputs):
+        found = share_of_peak(*inputs)
+        shares.append(found.get("share_of_peak", 0.0))
+        return found
+
     starter.log_train = lambda run, step, metrics: steps.append(metrics)
     starter.log_eval = lambda run, step, metrics: solved.append(100 * metrics["solved"])
     starter.load_policy_into_vllm_instance = bench.timed(sync, syncs)
-    gpu.share_of_peak = lambda *inputs: shares.append(share_of_peak(*inputs)) or shares[-1]
+    gpu.share_of_peak = noted_share
     collected = seconds_of_collector()
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
@@ -319,8 +325,7 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     if cfg.reward is not noise:
         row["solved"] = solved[-1]
         row["curve_solved"] = " ".join(f"{value:.3g}" for value in solved)
-    share = statistics.mean(found.get("share_of_peak", 0.0) for found in shares[1:] or [{}])
-    return row | columns_of_all(share, policy, cfg)
+    return row | columns_of_all(statistics.mean(shares[1:] or [0.0]), policy, cfg)
 
 
 @torch.no_grad()
