@@ -10,6 +10,7 @@ import statistics
 import time
 
 import starter
+from lab import bench
 from lab.rows import append_rows, where
 
 ROUNDS = 10
@@ -47,23 +48,6 @@ def three_turns(seconds):
     return agent
 
 
-def started():
-    """-> policy, tokenizer, problems and settings of the built-in model, with its mechanics."""
-    support = starter.find_support()
-    cfg = starter.cfg_with(preset="tiny", device="cpu", precision="float32", out_dir="runs")
-    support.begin(cfg)
-    starter.apply_preset(cfg)
-    starter.choose_device(cfg)
-    cfg.max_new_tokens = 60
-    run = starter.Run(cfg)
-    support.check(run)
-    policy, tokenizer = starter.init_policy(cfg.model_id, cfg.device)
-    cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
-    problems = starter.tokenized(starter.load_problems(cfg), policy, tokenizer, cfg)
-    support.prepare(policy, None, tokenizer, problems, run)
-    return policy, tokenizer, problems.train, cfg
-
-
 def seconds_of(agent, policy, tokenizer, problems, cfg, group_size, seed, with_gradient):
     """Of a rollout with its rewards, or of a step but for the optimiser's part."""
     start = time.perf_counter()
@@ -81,8 +65,8 @@ def seconds_of(agent, policy, tokenizer, problems, cfg, group_size, seed, with_g
     return time.perf_counter() - start
 
 
-def main():
-    policy, tokenizer, problems, cfg = started()
+def measure(policy, tokenizer, llm, optimizer, problems, cfg, *others):
+    """Of the built-in model, in the place of train()."""
     with_tools, without = three_turns(SECONDS), three_turns(0)
     pairs = {  # what is compared: (agent, agent, prompts, responses to each, with the gradient)
         "a rollout of one turn: by an agent, by reward_fn": (one_turn, None, 32, 8, False),
@@ -94,7 +78,7 @@ def main():
         for seed in range(ROUNDS + 1):
             order = [agent, other] if seed % 2 else [other, agent]
             for some in order:
-                given = policy, tokenizer, problems[:n], cfg, group_size, seed, with_gradient
+                given = policy, tokenizer, problems.train[:n], cfg, group_size, seed, with_gradient
                 seconds[some].append(seconds_of(some, *given))
         first, second = (statistics.median(values[1:]) for values in seconds.values())
         row = {"what": name, "rounds": ROUNDS, "seconds": f"{first:.3f}", "beside": f"{second:.3f}"}
@@ -103,4 +87,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    settings = dict(preset="tiny", device="cpu", precision="float32", max_new_tokens=60)
+    bench.in_place_of_train(measure, settings)

@@ -176,13 +176,19 @@ def examine(name, mode):
     return "wrong" if wrong else "right", "; ".join(wrong)
 
 
-def row_of(name, mode):
-    """Returns the row of examine(name, mode), in a process that is ended after SECONDS."""
+def within(seconds, function, *arguments):
+    """Returns what the function returns in a process of its own, or None where that takes longer
+    and is ended, or crashes."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         try:
-            verdict, where = pool.apply_async(examine, (name, mode)).get(SECONDS)
+            return pool.apply_async(function, arguments).get(seconds)
         except multiprocessing.TimeoutError:
-            verdict, where = "wrong", f"it takes more than {SECONDS} s, or crashes"
+            return None
+
+
+def row_of(name, mode):
+    too_long = "wrong", f"it takes more than {SECONDS} s, or crashes"
+    verdict, where = within(SECONDS, examine, name, mode) or too_long
     return {
         "name": name,
         "mode": mode,

@@ -13,7 +13,9 @@ TRL needs `pip install trl==1.16.0 datasets`. With vLLM both have it in their ow
 without its importance sampling where that is quicker.
 """
 
+import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -111,6 +113,28 @@ def chosen(settings):
     return cfg
 
 
+class Measured(Exception):
+    """Ends main(), of which nothing else is needed."""
+
+
+def in_place_of_train(measure, settings):
+    """Runs main() to where it trains, and calls measure() with the inputs of train() instead.
+    Returns its result; nothing is saved."""
+    import starter
+
+    results = []
+
+    def train(*inputs):
+        results.append(measure(*inputs))
+        raise Measured
+
+    starter.train = train
+    starter.Run.save = lambda *inputs: None
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Measured):
+        starter.main(out_dir=folder, **settings)
+    return results[0]
+
+
 # 2. Sides.  Settings of main() -> what is logged, {tag: [(step, value)]}.
 
 
@@ -165,7 +189,7 @@ def start_trls_engine_on_a_cpu(dtype):
 
     def sync_weights(self):
         weights = dict(self._iter_named_params()).items()
-        self.llm.collective_rpc(engines.load_weights_in_worker, args=(weights,))
+        self.llm.collective_rpc(engines.load_weights_in_worker, args=(lambda dtype: weights,))
         self.llm.reset_prefix_cache()
 
     generation.LLM = lambda **named: vllm.LLM(**{**named, **options})
@@ -281,12 +305,13 @@ def seconds_of(side, *arguments):
     return [seconds for _, seconds in log["time/total"]][WARM_UP:]
 
 
-def quickest_rows(settings, choices):
-    """Returns with how many rows at once TRL is quickest."""
-    medians = {}
-    for rows in choices:
-        medians[rows] = statistics.median(seconds_of(train_with_trl, settings, rows))
-    return min(medians, key=medians.get)
+def quickest_trl(settings, variants):
+    """Returns train_with_trl with those of its options by which a step is quickest."""
+    medians = []
+    for options in variants:
+        side = functools.partial(train_with_trl, **options)
+        medians.append(statistics.median(seconds_of(side, settings)))
+    return functools.partial(train_with_trl, **variants[medians.index(min(medians))])
 
 
 # 3. Measurements.
@@ -310,31 +335,6 @@ def settings_of(folder, size, dtype, **more):
     )
 
 
-def measure(parts, size, dtype, kl):
-    """Returns a row: a step of ours beside one of TRL's."""
-    shape, _, _, choices = SIZES[size]
-    seconds = {"starter.py": [], "TRL 1.16": []}
-    with tempfile.TemporaryDirectory() as folder:
-        save_random(shape, folder)
-        settings = settings_of(folder, size, dtype, use_kl_penalty=kl == "on")
-        code = REPOSITORY
-        if parts == "alone":
-            shutil.copy(REPOSITORY / "starter.py", folder)
-            code = folder
-        rows = quickest_rows(settings, choices)
-        for _ in range(ROUNDS):
-            seconds["starter.py"] += seconds_of(train_ours, settings, code)
-            seconds["TRL 1.16"] += seconds_of(train_with_trl, settings, rows)
-    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
-    medians = []
-    for side, steps in seconds.items():
-        medians.append(statistics.median(steps))
-        row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
-    row["ratio"] = f"{medians[1] / medians[0]:.2f}"
-    row |= {"rounds": ROUNDS, "responses": settings["rollout_batch_size"]}
-    return {**row, **where()}
-
-
 def phases(log, warm_up=WARM_UP):
     """Returns {phase: the seconds of each step that counts}."""
     taken = {}
@@ -350,33 +350,61 @@ def phases(log, warm_up=WARM_UP):
     }
 
 
+def in_turns(sides, settings):
+    """{name: side}, a model's settings -> {name: {phase: the seconds of all steps that count}}."""
+    found = {name: {} for name in sides}
+    for _ in range(ROUNDS):
+        for name, side in sides.items():
+            for phase, seconds in phases(in_process(side, settings)).items():
+                found[name].setdefault(phase, []).extend(seconds)
+    return found
+
+
+def measure(parts, size, dtype, kl):
+    """Returns a row: a step of ours beside one of TRL's."""
+    shape, _, _, choices = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(shape, folder)
+        settings = settings_of(folder, size, dtype, use_kl_penalty=kl == "on")
+        code = REPOSITORY
+        if parts == "alone":
+            shutil.copy(REPOSITORY / "starter.py", folder)
+            code = folder
+        sides = {
+            "starter.py": functools.partial(train_ours, code=code),
+            "TRL 1.16": quickest_trl(settings, [dict(rows=rows) for rows in choices]),
+        }
+        found = in_turns(sides, settings)
+    row = {"with": parts, "model": size, "dtype": dtype, "KL penalty": kl}
+    medians = []
+    for side, taken in found.items():
+        steps = taken["step_s"]
+        medians.append(statistics.median(steps))
+        row[f"{side}, s"] = f"{medians[-1]:.3f} ({min(steps):.3f}–{max(steps):.3f})"
+    row["ratio"] = f"{medians[1] / medians[0]:.2f}"
+    row |= {"rounds": ROUNDS, "responses": settings["rollout_batch_size"]}
+    return {**row, **where()}
+
+
 def measure_with_vllm(size, dtype):
     """Returns a row of each side."""
     shape, _, _, choices = SIZES[size]
-    found = {"starter.py": {}, "TRL 1.16": {}}
     with tempfile.TemporaryDirectory() as folder:
         save_random(shape, folder)
         settings = settings_of(folder, size, dtype, engine="vllm")
-        variants = {}  # of TRL
-        for rows in choices:
-            for corrects in (True, False):
-                options = dict(rows=rows, vllm_importance_sampling_correction=corrects)
-                log = in_process(functools.partial(train_with_trl, **options), settings)
-                variants[statistics.median(phases(log)["step_s"])] = options
-        options = variants[min(variants)]
+        variants = []
+        for rows, corrects in itertools.product(choices, (True, False)):
+            variants.append(dict(rows=rows, vllm_importance_sampling_correction=corrects))
         sides = {
             "starter.py": functools.partial(train_ours, code=REPOSITORY),
-            "TRL 1.16": functools.partial(train_with_trl, **options),
+            "TRL 1.16": quickest_trl(settings, variants),
         }
-        for _ in range(ROUNDS):
-            for side, train in sides.items():
-                for phase, seconds in phases(in_process(train, settings)).items():
-                    found[side].setdefault(phase, []).extend(seconds)
+        found = in_turns(sides, settings)
     rows = []
     for side, taken in found.items():
         medians = {phase: f"{statistics.median(seconds):.3f}" for phase, seconds in taken.items()}
-        of_trl = options if side != "starter.py" else ""
-        rows.append({"model": size, "dtype": dtype, "side": side, **medians, "options": of_trl})
+        options = sides[side].keywords if side != "starter.py" else ""
+        rows.append({"model": size, "dtype": dtype, "side": side, **medians, "options": options})
     return [{**row, **where()} for row in rows]
 
 

@@ -1,19 +1,19 @@
 """What this project does on NVIDIA GPUs -> lab/results/gpu_update.csv, gpu_vllm.csv, gpu_cards.csv.
 
     python -m lab.gpu              first without vLLM, four minutes; where vLLM is installed, eight
-    python -m lab.gpu --cards 2    OF_CARDS by torchrun, on as many cards of one machine
+    python -m lab.gpu --cards 2    the rows of several cards, by torchrun on as many of one machine
     python -m lab.gpu --rehearse   small models, here on a CPU; publishes nothing
     python -m lab.gpu --memory     the formula of support/memory.py for Qwen3 -> gpus.csv, cards.csv
     bash lab/pack_wheels.sh FOLDER packs what a machine without a network needs, in parts
 
-ROWS come in the order of their worth. Each is a run of main() in a process of its own, which is
-ended when its time is over, and is written as soon as it is there; all results are then copied to
-the folder that the variable OUT names, if it is set. One that fails leaves its reason in the column
-"error". Rows that a file has, of this card and commit, are skipped, and those with vLLM where it is
-not installed. Qwen3 is its shape, with random weights and rewards; SmolLM2 is lab/real_model.py's.
-gb are the most that torch's tensors took, vLLM's included; retries, how often the allocator gave
-memory back and asked again; share is share_of_peak of support/gpu.py, which counts 4 % more than
-the rows of commit 375db7f did.
+lab/gpu_rows.yaml has the rows, in the order of their worth. Each is a run of main() in a process of
+its own, which is ended when its time is over, and is written as soon as it is there; all results
+are then copied to the folder that the variable OUT names, if it is set. One that fails leaves its
+reason in the column "error". Rows that a file has, of this card and commit, are skipped, and those
+with vLLM where it is not installed. Qwen3 is its shape, with random weights and rewards; SmolLM2 is
+lab/real_model.py's. gb are the most that torch's tensors took, vLLM's included; retries, how often
+the allocator gave memory back and asked again; share is share_of_peak of support/gpu.py, which
+counts 4 % more than the rows of commit 375db7f did.
 
 gpu_update.csv: the update of Qwen3-1.7B alone, with 128 made-up responses of 256 tokens. shipped:
 as it is without vLLM, where support/gpu.py changes nothing; 1: layers compiled; 2: statistics
@@ -58,64 +58,59 @@ from pathlib import Path
 import starter  # before torch, for which it sets variables
 
 import torch
+import yaml
 
 from lab import agents, bench, real_model, rows
+from lab.bench import noise  # rows name it
 from lab.switches import around_an_update, optimise, turn_on
 from support import fast, gpu, memory, ranks
 
 ON_GPU = torch.cuda.is_available()
-KL = dict(use_kl_penalty=True)
-LORA = dict(lora_rank=16)
-CHECKPOINTING = dict(gradient_checkpointing=True)
-SMALL = LORA | CHECKPOINTING | dict(frozen_in_bf16=True)
+ALL_ROWS = yaml.safe_load(Path(__file__).with_name("gpu_rows.yaml").read_text())
 
 
 # 1. Memory by the formula.
 
 
-def memory_rows():
-    """Trainer, reference and vLLM's weights, with microbatches of 4,096 tokens. vLLM's cache comes
-    on top."""
+def formula_gb(shape, settings, cache, n_cards=1, vllm_tp=1):
+    """Trainer, reference and vLLM's weights on each card, with microbatches of 4,096 tokens. cache:
+    GB of vLLM's, which come on top."""
     usual = dict(preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm")
+    cfg = bench.chosen({**usual, **settings, "gpu_mem_util": cache})
+    cfg.vllm_tp = vllm_tp
+    n_tokens = cfg.max_tokens_per_microbatch
+    return memory.predicted_gb(bench.config_of(shape), cfg, n_tokens, n_cards)
+
+
+def memory_rows():
     found = []
-    for changes in ({}, KL, CHECKPOINTING, LORA, LORA | CHECKPOINTING, SMALL):
-        cfg = bench.chosen({**usual, **changes, "gpu_mem_util": 1})
-        names = ", ".join(f"{name}={value}" for name, value in changes.items())
+    for settings in ALL_ROWS["memory"]:
+        names = ", ".join(f"{name}={value}" for name, value in settings.items())
         for shape in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):
-            gb = memory.predicted_gb(bench.config_of(shape), cfg, cfg.max_tokens_per_microbatch)
+            gb = formula_gb(shape, settings, 1)
             found.append({"settings": names, "model": shape, "gb": f"{gb:.0f}"})
     return found
 
 
-WISHES = {  # what is trained, the best first: settings
-    "all weights, KL": KL,
-    "all weights, KL, checkpointing": KL | CHECKPOINTING,
-    "all weights, checkpointing": CHECKPOINTING,
-    "LoRA": SMALL,
-}
 CACHE = {24: 3, 80: 8}  # GB of a card: of these for vLLM's cache
 ROOM = 0.93  # of a card, for what the driver and torch's allocator take
 
 
 def card_rows():
     """The first wish that each number of cards fulfils, and the vllm_tp that it takes."""
-    usual = dict(preset="qwen3-1.7b", device="cuda", precision="bf16", engine="vllm")
     found = []
-    for card_gb, cache in CACHE.items():
-        for n_cards in (1, 2, 4, 8):
-            for shape in ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B"):
-                row = {"card_gb": card_gb, "cards": n_cards, "model": shape, "trained": "nothing"}
-                for wish, vllm_tp in itertools.product(WISHES, (1, 2, 4, 8)):
-                    if vllm_tp > n_cards:
-                        continue
-                    cfg = bench.chosen({**usual, **WISHES[wish], "gpu_mem_util": cache})
-                    cfg.vllm_tp = vllm_tp
-                    n_tokens = cfg.max_tokens_per_microbatch
-                    gb = memory.predicted_gb(bench.config_of(shape), cfg, n_tokens, n_cards)
-                    if gb + cache <= ROOM * card_gb:
-                        row |= {"trained": wish, "vllm_tp": vllm_tp, "gb": f"{gb + cache:.0f}"}
-                        break
-                found.append(row)
+    for (card_gb, cache), n_cards in itertools.product(CACHE.items(), (1, 2, 4, 8)):
+        for shape in ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B"):
+            row = {"card_gb": card_gb, "cards": n_cards, "model": shape, "trained": "nothing"}
+            for wish, vllm_tp in itertools.product(ALL_ROWS["wishes"], (1, 2, 4, 8)):
+                if vllm_tp > n_cards:
+                    continue
+                settings = ALL_ROWS["wishes"][wish]
+                gb = cache + formula_gb(shape, settings, cache, n_cards, vllm_tp)
+                if gb <= ROOM * card_gb:
+                    row |= {"trained": wish, "vllm_tp": vllm_tp, "gb": f"{gb:.0f}"}
+                    break
+            found.append(row)
     return found
 
 
@@ -139,11 +134,9 @@ def seconds_of(function, n_calls=1):
     """Returns the median seconds of calls, of more than one without the first, which compiles."""
     taken = []
     for _ in range(n_calls):
-        start = time.perf_counter()
+        start = bench.now()
         function()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(bench.now() - start)
     return statistics.median(taken[1:] or taken)
 
 
@@ -306,16 +299,20 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
     steps, solved, syncs, shares = [], [], [], []
     share_of_peak = gpu.share_of_peak
     sync = starter.load_policy_into_vllm_instance
+
+    def noted_share(*inputs):
+        found = share_of_peak(*inputs)
+        shares.append(found.get("share_of_peak", 0.0))
+        return found
+
     starter.log_train = lambda run, step, metrics: steps.append(metrics)
     starter.log_eval = lambda run, step, metrics: solved.append(100 * metrics["solved"])
-    starter.load_policy_into_vllm_instance = lambda *args: syncs.append(
-        seconds_of(functools.partial(sync, *args))
-    )
-    gpu.share_of_peak = lambda *inputs: shares.append(share_of_peak(*inputs)) or shares[-1]
+    starter.load_policy_into_vllm_instance = bench.timed(sync, syncs)
+    gpu.share_of_peak = noted_share
     collected = seconds_of_collector()
     go_on()
     means = {name: statistics.mean(step[name] for step in steps[1:]) for name in steps[0]}
-    sync_s = statistics.median(syncs) if syncs else 0.0
+    sync_s = statistics.median(seconds for _, seconds in syncs) if syncs else 0.0
     row = {
         "steps": len(steps),
         "step_s": means["time/total"],
@@ -325,11 +322,10 @@ def measure_run(switches, policy, optimizer, llm, problems, cfg, go_on):
         "gc_s": sum(collected) / len(steps),
         "sampler_diff": means["sampler_logprob_diff"],
     }
-    if cfg.reward is not bench.noise:
+    if cfg.reward is not noise:
         row["solved"] = solved[-1]
         row["curve_solved"] = " ".join(f"{value:.3g}" for value in solved)
-    share = statistics.mean(found.get("share_of_peak", 0.0) for found in shares[1:] or [{}])
-    return row | columns_of_all(share, policy, cfg)
+    return row | columns_of_all(statistics.mean(shares[1:] or [0.0]), policy, cfg)
 
 
 @torch.no_grad()
@@ -462,99 +458,37 @@ def gsm8k(cfg):
     return asked[:-200], asked[-200:]
 
 
-# Settings of main(), and: shape, or pretrained; switches; trl, options of its trainer; limit_gb
-# (memory that may be used); environment
-RANDOM = dict(task=long_problems, reward=bench.noise, precision="bf16", n_train_steps=4)
-UPDATE = RANDOM | dict(shape="Qwen3-1.7B", preset="qwen3-1.7b", engine="transformers")
-BOTH = UPDATE | dict(switches=["layers", "statistics"])
-LARGE = UPDATE | dict(max_tokens_per_microbatch=16_384)
-IN_24_GB = LORA | dict(frozen_in_bf16=True, limit_gb=24)
-QWEN = UPDATE | dict(engine="vllm")
-SYNC = QWEN | dict(max_new_tokens=48)
-TRL = QWEN | dict(trl=dict(rows=16))
-WITHOUT_CORRECTION = dict(vllm_importance_sampling_correction=False)
-SMOLLM2 = dict(engine="vllm", preset="smollm2", precision="bf16", pretrained=True, eval_every=5)
-BATCH_INVARIANT = dict(environment={"VLLM_BATCH_INVARIANT": "1"})
-EXPANDABLE = dict(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-ROWS = {
-    "1+2+3": (measure_update, BOTH | dict(max_tokens_per_microbatch=8_192)),
-    "shipped": (measure_update, UPDATE),
-    "16,384, budget 0.5": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.5])),
-    "16,384, budget 0.7": (measure_update, LARGE | dict(switches=["layers", "statistics", 0.7])),
-    "16,384, budget 1": (measure_update, LARGE | dict(switches=["layers", "statistics", 1.0])),
-    "casts": (measure_update, UPDATE | dict(switches=["casts"])),
-    "float32 gradients": (measure_update, UPDATE | dict(switches=["float32 gradients"])),
-    "prompts": (measure_update, UPDATE | dict(switches=["prompts"])),
-    "head slices": (measure_update, LARGE | dict(switches=["layers", "statistics", "head slices"])),
-    "clip in AdamW": (measure_update, UPDATE | dict(switches=["clip in AdamW"])),
-    "LoRA, 24 GB, 4,096 again": (measure_update, UPDATE | IN_24_GB | CHECKPOINTING),
-    "LoRA, 24 GB, 1,024": (
-        measure_update,
-        UPDATE | IN_24_GB | dict(max_tokens_per_microbatch=1_024),
-    ),
-    "overflow": (measure_overflow, UPDATE | dict(shape="small", precision="fp16")),
-    "T4": (measure_attention, UPDATE),
-    "1": (measure_update, UPDATE | dict(switches=["layers"])),
-    "1+2": (measure_update, BOTH),
-    "profile": (measure_profile, UPDATE),
-    "sync, tied": (measure_sync, SYNC | dict(shape="small")),
-    "sync, untied": (measure_sync, SYNC | dict(shape="small, untied")),
-    "frozen": (measure_frozen, SYNC | dict(shape="small")),
-    "Qwen3-1.7B": (measure_run, QWEN),
-    "Qwen3-1.7B, expandable": (measure_run, QWEN | EXPANDABLE),
-    "TRL, 16 rows": (columns_of_trl, TRL),
-    "TRL, 32 rows": (columns_of_trl, TRL | dict(trl=dict(rows=32))),
-    "TRL, 16 rows, uncorrected": (
-        columns_of_trl,
-        TRL | dict(trl=dict(rows=16) | WITHOUT_CORRECTION),
-    ),
-    "SmolLM2 learns": (measure_learning, SMOLLM2),
-    "TRL, SmolLM2": (columns_of_trl, SMOLLM2 | dict(trl=dict(rows=64) | WITHOUT_CORRECTION)),
-    "GSM8K": (
-        measure_run,
-        SMOLLM2 | dict(task=gsm8k, max_new_tokens=256, n_train_steps=30, eval_every=10),
-    ),
-    "engine": (measure_engine, QWEN),
-    "24 GB, cache 3": (measure_run, QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=3)),
-    "24 GB, cache 6": (measure_run, QWEN | SMALL | dict(limit_gb=24, gpu_mem_util=6)),
-    "sync, batch invariant": (measure_sync, SYNC | BATCH_INVARIANT | dict(shape="small")),
-    "agents": (measure_agents, SYNC | dict(shape="small", max_new_tokens=200)),
-    "built-in": (measure_run, dict(engine="vllm", preset="tiny", precision="bf16")),
-    "Qwen3-1.7B, fp16": (measure_run, QWEN | dict(precision="fp16")),
-}
-OF_CARDS = {
-    "vLLM": (measure_run, QWEN),
-    "vLLM of two": (measure_run, QWEN | dict(vllm_tp=2)),
-    "vLLM of two, KL": (measure_run, QWEN | KL | dict(vllm_tp=2)),
-    "transformers": (measure_run, UPDATE | dict(max_new_tokens=48)),
-    "Qwen3-4B, KL": (measure_run, QWEN | KL | CHECKPOINTING | dict(shape="Qwen3-4B", vllm_tp=2)),
-    "LoRA": (measure_run, QWEN | SMALL | dict(vllm_tp=2)),
-}
+def rows_of(n_cards):
+    """Returns {name: settings} of the rows for as many cards, with the functions that they name."""
+    found = {}
+    for name, settings in ALL_ROWS["one card" if n_cards == 1 else "several cards"].items():
+        named = {"measure", "task", "reward"} & settings.keys()
+        found[name] = settings | {key: globals()[settings[key]] for key in named}
+    return found
+
+
 REHEARSAL = dict(n_train_steps=2, rollout_batch_size=16, max_new_tokens=12, n_eval_problems=8)
 SECONDS = 150  # that a row may take
 ALL_SECONDS = {"gpu_update": 240, "gpu_vllm": 480}  # those of a call
 
 
-class Done(Exception):
-    """Everything was measured: nothing is saved."""
-
-
 def measure(name, models, is_rehearsal):
     """Prints "result" and the columns of a row. models: a folder for those with random weights."""
-    function, settings = (ROWS if ranks.WORLD == 1 else OF_CARDS)[name]
-    settings = {"n_train_steps": 20, **settings}
+    settings = {"n_train_steps": 20, **rows_of(ranks.WORLD)[name]}
+    function = settings.pop("measure")
     shape = settings.pop("shape", None)
     switches = settings.pop("switches", [])
     limit_gb = settings.pop("limit_gb", None)
     trl = settings.pop("trl", None)
     settings.pop("environment", None)
-    if settings.pop("pretrained", False) and is_rehearsal:
-        shape = "small"
-    elif "preset" in settings and settings["preset"] == "smollm2":
-        settings["model_id"] = str(real_model.model_folder())
     if is_rehearsal:
         settings |= REHEARSAL
         torch.compiler.set_stance("force_eager")
+    if settings["preset"] == "smollm2":
+        if is_rehearsal:
+            shape = "small"
+        else:
+            settings["model_id"] = str(real_model.model_folder())
     if shape is not None:
         if is_rehearsal and "small" not in shape:
             shape = "small"
@@ -584,19 +518,13 @@ def measure(name, models, is_rehearsal):
 def columns_in_main(function, switches, settings):
     """Calls the function in the place of train()."""
     train = starter.train
-    columns = {}
 
-    def train_and_measure(*args):
-        policy, _, llm, optimizer, problems, cfg, *_ = args
-        go_on = functools.partial(train, *args)
-        columns.update(function(switches, policy, optimizer, llm, problems, cfg, go_on))
-        raise Done
+    def measure_policy(*inputs):
+        policy, _, llm, optimizer, problems, cfg, *_ = inputs
+        go_on = functools.partial(train, *inputs)
+        return function(switches, policy, optimizer, llm, problems, cfg, go_on)
 
-    starter.train = train_and_measure
-    starter.Run.save = lambda *args: None
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Done):
-        starter.main(out_dir=folder, **{"eval_every": 0, **settings})
-    return columns
+    return bench.in_place_of_train(measure_policy, {"eval_every": 0, **settings})
 
 
 def columns_of(command, seconds, environment={}):
@@ -629,7 +557,7 @@ def measure_all(is_rehearsal, n_cards):
     has_vllm = importlib.util.find_spec("vllm") is not None
     of_call = ALL_SECONDS["gpu_vllm" if has_vllm else "gpu_update"]
     with tempfile.TemporaryDirectory() as models:
-        for name, (_, settings) in (ROWS if n_cards == 1 else OF_CARDS).items():
+        for name, settings in rows_of(n_cards).items():
             needs_vllm = settings["engine"] == "vllm"
             file = "gpu_vllm" if needs_vllm else "gpu_update"
             launcher = []

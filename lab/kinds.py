@@ -7,16 +7,12 @@ import sys
 from collections import Counter
 
 import starter
+from lab import bench
 
 
-def main(folder):
-    starter.find_support()
-    cfg = starter.cfg_with(n_eval_problems=1000, max_new_tokens=16, precision="float32")
-    policy, tokenizer = starter.init_policy(folder, "cpu")
-    cfg.stop_token_ids = starter.find_stop_tokens(policy, tokenizer)
-    _, held_out = starter.TASKS["countdown_small"](cfg)
-    held_out = starter.with_prompt_ids(held_out, policy, tokenizer, cfg)
-    _, samples = starter.evaluate(policy, None, tokenizer, held_out, cfg)
+def measure(policy, tokenizer, llm, optimizer, problems, cfg, *others):
+    """In the place of train()."""
+    _, samples = starter.evaluate(policy, llm, tokenizer, problems.held_out, cfg)
     asked, solved, tried = Counter(), Counter(), Counter()
     for problem, text, reward in samples:
         [operation] = set(problem["solution"]) & set("+-*/")
@@ -29,4 +25,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    settings = dict(preset="tiny", model_id=sys.argv[1], n_eval_problems=1000, max_new_tokens=16)
+    bench.in_place_of_train(measure, settings | dict(device="cpu", precision="float32"))

@@ -7,11 +7,9 @@ Asked of every architecture of lab/architectures.py that support/fast.py fits: b
 the way of support/opinion.py, in three precisions. Its LIMITS must lie above the largest of these.
 """
 
-import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import starter  # before torch, for which it sets variables
@@ -61,33 +59,16 @@ def examine(name):
         return differences
 
 
-def row_of(name):
-    """Returns the row of an architecture, measured in a process that is ended after SECONDS."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        try:
-            differences = pool.apply_async(examine, (name,)).get(SECONDS)
-        except multiprocessing.TimeoutError:
-            return {}
-    return {name: f"{difference:.1e}" for name, difference in differences.items()}
-
-
 # The cost.  Models with random weights, of the sizes of lab/bench.py.
 
 
 def seconds_of_run(settings):
     """Returns the seconds of each step, and those of each comparison."""
     compared = []
-    is_wrong = opinion.SecondOpinion.is_wrong
-
-    def timed(*inputs):
-        start = time.perf_counter()
-        result = is_wrong(*inputs)
-        compared.append(time.perf_counter() - start)
-        return result
-
-    opinion.SecondOpinion.is_wrong = timed
+    of_opinion = opinion.SecondOpinion
+    of_opinion.is_wrong = bench.timed(of_opinion.is_wrong, compared)
     log = bench.train_ours(settings, REPOSITORY)
-    return [seconds for _, seconds in log["time/total"]], compared
+    return [seconds for _, seconds in log["time/total"]], [seconds for _, seconds in compared]
 
 
 def cost_of(size):
@@ -113,8 +94,9 @@ if __name__ == "__main__":
         sys.exit()
     rows = []
     for name in sorted(ROWS):
-        row = row_of(name)
-        if row:
-            rows.append({"name": name, **row})
+        differences = architectures.within(SECONDS, examine, name)
+        if differences:
+            numbers = {column: f"{difference:.1e}" for column, difference in differences.items()}
+            rows.append({"name": name, **numbers})
             print(*rows[-1].values(), sep=" | ", flush=True)
     write_csv("opinion", rows)

@@ -40,21 +40,22 @@ def save_model(folder):
     return sum(sizes), max(sizes)
 
 
-class Growth:
-    """The resident memory of this process, from here on."""
+def resident_mb(name):
+    """Of this process: now ("VmRSS"), or at the most ("VmHWM")."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024 / 1e6
 
-    def __init__(self):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self.before = self.megabytes("VmRSS")
 
-    def megabytes(self, name):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024 / 1e6
-
-    def since(self):
-        now, most = self.megabytes("VmRSS"), self.megabytes("VmHWM")
-        return {"mb": now - self.before, "mb_at_most": most - self.before}
+def with_growth(function, *arguments):
+    """Returns what the function returns, and by how much it makes this process's memory grow."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_mb("VmRSS")
+    result = function(*arguments)
+    return result, {
+        "mb": resident_mb("VmRSS") - before,
+        "mb_at_most": resident_mb("VmHWM") - before,
+    }
 
 
 def child(way, folder):
@@ -97,15 +98,9 @@ def child(way, folder):
     hand_over(first)
     save(first, Path(folder, "checkpoint_1.pt"))
     found = {}
-    growth = Growth()
-    policy = load(f"{folder}/model")
-    found["load"] = growth.since()
-    growth = Growth()
-    hand_over(policy)
-    found["hand over to vLLM"] = growth.since()
-    growth = Growth()
-    save(policy, Path(folder, "checkpoint_2.pt"))
-    found["save"] = growth.since()
+    policy, found["load"] = with_growth(load, f"{folder}/model")
+    _, found["hand over to vLLM"] = with_growth(hand_over, policy)
+    _, found["save"] = with_growth(save, policy, Path(folder, "checkpoint_2.pt"))
     found = ranks.gather([found])
     if ranks.RANK == 0:
         print(json.dumps(found))

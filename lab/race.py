@@ -35,10 +35,11 @@ def run(side, seed, preset):
         log = bench.in_process(bench.train_ours, settings, REPOSITORY)
     else:
         short = {**settings, "n_train_steps": 5, "eval_every": 0}
-        options = dict(rows=bench.quickest_rows(short, TRL_ROWS))
+        train = bench.quickest_trl(short, [dict(rows=rows) for rows in TRL_ROWS])
         if side == OWN:
-            options |= dict(lr_scheduler_type="linear", lr_scheduler_kwargs=None, warmup_steps=0)
-        log = bench.in_process(functools.partial(bench.train_with_trl, **options), settings)
+            linear = dict(lr_scheduler_type="linear", lr_scheduler_kwargs=None, warmup_steps=0)
+            train = functools.partial(train, **linear)
+        log = bench.in_process(train, settings)
     seconds = [0.0, *itertools.accumulate(value for _, value in log["time/total"])]
     return [(step, seconds[step], solved) for step, solved in log["eval/solved"]]
 

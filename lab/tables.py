@@ -76,33 +76,38 @@ def described(settings):
 
 
 def runs_of(name):
-    """Returns [(described settings, rows of its seeds)]."""
-    groups = grouped(read_csv(name), "settings")
-    return [(described(json.loads(settings)), rows) for (settings,), rows in groups.items()]
+    """Returns [(described settings, rows of its seeds)]. "what" says in words what was tried."""
+    runs = []
+    for (settings,), rows in grouped(read_csv(name), "settings").items():
+        of_rows = {"runs": len(rows), "seeds": len(rows), "what": rows[0].get("what")}
+        runs.append((described(json.loads(settings)) | of_rows, rows))
+    return runs
 
 
-MEASURED = [  # header, column of the csv file, form
-    ("solved, %", "solved_after", ".0%"),
-    ("other skills, %", "kept_after", ".0%"),
-    ("KL per token", "kl_per_token", ".3f"),
-]
+SOLVED = {"solved, %": ("solved_after", ".0%")}  # header: column of the csv file, form
+SKILLS = {"other skills, %": ("kept_after", ".0%")}
+QUESTIONS = {"questions kept, %": ("kept_after", ".0%")}
+KL = {"KL per token": ("kl_per_token", ".3f")}
+LARGE_KL = {"KL per token": ("kl_per_token", ".2f")}
+MEASURED = SOLVED | SKILLS | KL
 
 
-def run_table(runs, shown, measured=MEASURED, before_training=False):
-    """Returns a table with a line for each of [(described settings, rows)]. shown: the settings of
-    a line. measured: like MEASURED, the KL last. before_training: whether the first line is that
-    of the model before training."""
+def run_lines(runs, shown, measured):
+    """Returns a line for each of [(described settings, rows)]: the settings that are shown, and
+    what was measured."""
     lines = []
-    if before_training:
-        rows = [row for _, rows in runs for row in rows]
-        cells = ["before training", *[""] * (len(shown) - 1)]
-        for _, column, form in measured[:-1]:
-            cells.append(spread(rows, column.replace("after", "before"), form))
-        lines.append([*cells, "0"])
     for settings, rows in runs:
         cells = [settings[name] for name in shown]
-        lines.append([*cells, *(spread(rows, column, form) for _, column, form in measured)])
-    return table([*shown, *(header for header, _, _ in measured)], lines)
+        lines.append([*cells, *(spread(rows, *column) for column in measured.values())])
+    return lines
+
+
+def run_table(runs, shown, measured=MEASURED):
+    return table([*shown, *measured], run_lines(runs, shown, measured))
+
+
+def n_steps_of(settings):
+    return settings.get("n_train_steps", starter.PRESETS["tiny"]["n_train_steps"])
 
 
 def name_of_task(settings):
@@ -126,56 +131,42 @@ def penalty_table():
 
 
 def default_table():
-    """What was tried for the default run, losers too. The column "what" says it in words."""
-    lines = []
-    for (what,), rows in grouped(read_csv("default"), "what").items():
-        settings = json.loads(rows[0]["settings"])
-        n_steps = settings.get("n_train_steps", starter.PRESETS["tiny"]["n_train_steps"])
-        cells = spread(rows, "solved_after"), spread(rows, "kept_after")
-        lines.append([what, n_steps, len(rows), *cells])
-    return table(["what", "steps", "runs", "solved, %", "other skills, %"], lines)
-
-
-GYM = [("solved", ".1%"), ("reward_mean", ".2f")]
-MOMENTS = ("before", "after")
+    """What was tried for the default run, losers too."""
+    runs = runs_of("default")
+    for settings, _ in runs:
+        settings["steps"] = n_steps_of(settings)
+    return run_table(runs, ["what", "steps", "runs"], SOLVED | SKILLS)
 
 
 def agents_table():
     """A second try, learnt with an agent and without."""
     lines = []
-
-    def add_line(name, rows, moment):
-        first = numbers(rows, f"solved_{moment}")
-        mean = numbers(rows, f"reward_mean_{moment}")
-        # Of the mean 1, 0.8 and 0.1 are the rewards of the first try, the second, and none
-        second = [(m - 0.1 - 0.9 * s) / 0.7 for m, s in zip(mean, first)]
-        shown = [
-            f"{statistics.mean(x):.0%} ({min(x):.0%}–{max(x):.0%})".replace("%", "")
-            for x in (first, second)
-        ]
-        seconds = ""
-        if "model_id" not in rows[0]["settings"] and moment == "after":
-            seconds = spread(rows, "s_per_step", ".2f")
-        lines.append([name, *shown, spread(rows, f"kept_{moment}"), seconds])
-
     for settings, rows in runs_of("agents"):
+        learnt = {"before": "before training", "after": "the agent"}
         if "model_id" in settings:
-            add_line("one turn", rows, "after")
-        else:
-            add_line("before training", rows, "before")
-            add_line("the agent", rows, "after")
+            learnt = {"after": "one turn"}
+        for moment, name in learnt.items():
+            first_try = f"solved_{moment}"
+            for row in rows:
+                # Of the mean 1, 0.8 and 0.1 are the rewards of the first try, the second, and none
+                mean = float(row[f"reward_mean_{moment}"])
+                row["second_try"] = (mean - 0.1 - 0.9 * float(row[first_try])) / 0.7
+            columns = (first_try, "second_try", f"kept_{moment}")
+            seconds = spread(rows, "s_per_step", ".2f") if name == "the agent" else ""
+            lines.append([name, *(spread(rows, column) for column in columns), seconds])
     headers = ["learnt", "first try, %", "second try, %", "other skills, %", "s a step"]
     return table(headers, lines)
 
 
 def gym_table():
     """SmolLM2 with tasks of reasoning_gym."""
-    lines = []
-    for settings, rows in runs_of("gym"):
-        cells = [spread(rows, f"{name}_{moment}", form) for name, form in GYM for moment in MOMENTS]
-        lines.append([settings["task"], len(rows), *cells])
-    headers = [f"{header} {moment}" for header in ("solved, %,", "score") for moment in MOMENTS]
-    return table(["task", "seeds", *headers], lines)
+    measured = {
+        "solved, %, before": ("solved_before", ".1%"),
+        "solved, %, after": ("solved_after", ".1%"),
+        "score before": ("reward_mean_before", ".2f"),
+        "score after": ("reward_mean_after", ".2f"),
+    }
+    return run_table(runs_of("gym"), ["task", "seeds"], measured)
 
 
 def agents_cost_table():
@@ -193,10 +184,10 @@ def machines_table():
         for row in rows:
             processor = row["machine"].partition(",")[0]
             of_machines.append(row | {"processor": processor, "dtype": settings["precision"]})
-    lines = []
-    for kind, rows in grouped(of_machines, "processor", "dtype").items():
-        lines.append([*kind, len(rows), spread(rows, "solved_after"), spread(rows, "kept_after")])
-    return table(["processor", "dtype", "runs", "solved, %", "other skills, %"], lines)
+    runs = []
+    for (processor, dtype), rows in grouped(of_machines, "processor", "dtype").items():
+        runs.append(({"processor": processor, "dtype": dtype, "runs": len(rows)}, rows))
+    return run_table(runs, ["processor", "dtype", "runs"], SOLVED | SKILLS)
 
 
 def coefficients_table():
@@ -215,9 +206,13 @@ def divergences_table():
     for settings, rows in runs_of("kl_divergences"):
         if settings["kl_coef"] in ("off", "0.3", "1"):
             runs.append((settings, rows))
-    measured = [*MEASURED]
-    measured.insert(1, ("pass@8, %", "pass_at_8_after", ".0%"))
-    return run_table(runs, ["KL", "kl_coef"], measured, before_training=True)
+    measured = SOLVED | {"pass@8, %": ("pass_at_8_after", ".0%")} | SKILLS
+    all_rows = [row for _, rows in runs for row in rows]
+    before = ["before training", ""]
+    for column, form in measured.values():
+        before.append(spread(all_rows, column.replace("after", "before"), form))
+    lines = run_lines(runs, ["KL", "kl_coef"], measured | KL)
+    return table(["KL", "kl_coef", *measured, *KL], [[*before, "0"], *lines])
 
 
 def methods_table():
@@ -242,8 +237,8 @@ def precision_table():
         settings["model"] = settings.get("preset", "built-in")
         for row in rows:
             row["first"], *_, row["last"] = row["curve_nats"].split()
-    measured = [("nats, first steps", "first", ".1g"), ("last steps", "last", ".1g"), MEASURED[0]]
-    return run_table(runs, ["model", "precision"], measured)
+    nats = {"nats, first steps": ("first", ".1g"), "last steps": ("last", ".1g")}
+    return run_table(runs, ["model", "precision"], nats | SOLVED)
 
 
 def teacher_runs():
@@ -268,24 +263,16 @@ def smollm2_table():
     runs = runs_of("smollm2")
     for settings, _ in runs:
         settings["what learns"] = "LoRA 16" if "lora_rank" in settings else "all weights"
-    measured = [
-        MEASURED[0],
-        ("questions kept, %", "kept_after", ".0%"),
-        ("KL per token", "kl_per_token", ".2f"),
-        ("s a step", "s_per_step", ".1f"),
-    ]
+    measured = SOLVED | QUESTIONS | LARGE_KL | {"s a step": ("s_per_step", ".1f")}
     return run_table(runs, ["what learns", "kl_coef"], measured)
 
 
 def schedule_table():
-    """SmolLM2's preset by learning rates and schedules. The column "what" says it in words."""
-    lines = []
-    for (what,), rows in grouped(read_csv("smollm2_schedule"), "what").items():
-        cells = spread(rows, "solved_after"), spread(rows, "kept_after")
-        lines.append([what, len(rows), *cells, spread(rows, "kl_per_token", ".2f")])
-    return table(
-        ["learning rate", "seeds", "solved, %", "questions kept, %", "KL per token"], lines
-    )
+    """SmolLM2's preset by learning rates and schedules."""
+    runs = runs_of("smollm2_schedule")
+    for settings, _ in runs:
+        settings["learning rate"] = settings["what"]
+    return run_table(runs, ["learning rate", "seeds"], SOLVED | QUESTIONS | LARGE_KL)
 
 
 # 2. Of lab.verify_kl: what is enumerated.
@@ -484,6 +471,7 @@ def gpu_table():
     lines = []
     for sampler, name in (("transformers", "gpu"), ("vLLM", "gpu_vllm")):
         for row in read_csv(name):
+            row["model"] = row["model"] or row.get("row")  # as newer rows have it
             if row["gb"]:  # others are of parts of a run
                 lines.append([sampler, *(row[column] for column in GPU.values())])
     return table(["sampled by", *GPU], lines)
@@ -511,41 +499,6 @@ def off_console():
     return f"```text\n{(RESULTS / 'console_off.txt').read_text()}```"
 
 
-TABLES = {
-    function.__name__: function
-    for function in (
-        off_console,
-        penalty_table,
-        machines_table,
-        coefficients_table,
-        divergences_table,
-        methods_table,
-        recipes_table,
-        precision_table,
-        teacher_table,
-        smollm2_table,
-        schedule_table,
-        gradients_table,
-        mistakes_table,
-        explosion_table,
-        architectures_table,
-        kills_table,
-        mutants_table,
-        speed_table,
-        vllm_table,
-        busy_table,
-        race_table,
-        gpus_table,
-        cards_table,
-        parts_table,
-        gpu_table,
-        default_table,
-        agents_table,
-        agents_cost_table,
-        gym_table,
-        updates_table,
-    )
-}
 BLOCK = re.compile(r"(<!-- (\w+): (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
 
 
@@ -553,7 +506,7 @@ def with_tables(text):
     """Returns a page with each block made from lab/results, by the function of its name."""
 
     def fresh(block):
-        make = TABLES[f"{block[3]}_{block[2]}"]
+        make = globals()[f"{block[3]}_{block[2]}"]
         return f"{block[1]}{make()}\n{block[4]}"
 
     return BLOCK.sub(fresh, text)
@@ -565,10 +518,11 @@ def with_tables(text):
 def draw_curves(panel, runs, column, name):
     """A line for each seed over the steps, a colour for each setting."""
     for i, (settings, rows) in enumerate(runs):
-        n_steps = settings.get("n_train_steps", starter.PRESETS["tiny"]["n_train_steps"])
         for row in rows:
             values = [float(value) for value in row[column].split()]
-            [line] = panel.plot(numpy.linspace(0, n_steps, len(values)), values, f"C{i}")
+            [line] = panel.plot(
+                numpy.linspace(0, n_steps_of(settings), len(values)), values, f"C{i}"
+            )
         line.set_label(settings[name])
     panel.set_xlabel("step (each line is a run with another seed)")
     panel.legend(title=name)
