@@ -5,6 +5,7 @@ result without a word. The kind of a parameter (switch, whole number, number) is
 in main(), or of the preset's value where that is None, so that a new one needs no entry here.
 """
 
+import argparse
 import inspect
 import json
 import os
@@ -78,16 +79,14 @@ def is_program():
 
 def typed_for_a_script():
     """Returns the parameters of main() that were typed behind the name of a script, with values."""
-    typed = {}
-    for i, text in enumerate(sys.argv[1:], start=1):
-        name, has_value, value = text.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if text.startswith("--") and name in vars(starter.cfg_with()):
-            if not has_value:
-                value = "".join(sys.argv[i + 1 : i + 2])
-            is_switch = not value or value.startswith("--")
-            typed[name] = True if is_switch else starter.value_of(value)
-    return typed
+    parser = argparse.ArgumentParser(
+        argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
+    )
+    for name in vars(starter.cfg_with()):
+        spellings = f"--{name}", f"--{name.replace('_', '-')}"
+        parser.add_argument(*spellings, type=starter.value_of, nargs="?", const=True)
+    typed, _ = parser.parse_known_args()
+    return vars(typed)
 
 
 def say_what_is_for_the_script(cfg):
