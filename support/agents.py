@@ -221,7 +221,7 @@ class Asker:
             raise starter.InputError(
                 "an agent asked twice at once; await each ask() before the next one"
             )
-        self.asked = conversation, min(most, conversation.room())
+        self.asked = conversation, int(min(most, conversation.room()))
         self.answer = asyncio.get_running_loop().create_future()
         self.game.wait_for_turn(self)
         try:

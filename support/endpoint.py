@@ -147,7 +147,7 @@ async def completion(asker, request):
     else:
         asker.read(conversation, messages[len(conversation.messages) :])
     n_read = len(conversation.all_ids())
-    answer = await asker.sampled(conversation, int(min(most, conversation.room())))
+    answer = await asker.sampled(conversation, most)
     text = conversation.write(*answer, stop)
     n_written = len(conversation.all_ids()) - n_read
     return {
