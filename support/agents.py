@@ -250,9 +250,7 @@ class Asker:
                     "an agent called ask() without await, so that nothing was asked; write "
                     "await ask(...)"
                 )
-        except NoRoom:
-            self.result = 0.0
-        except asyncio.CancelledError:  # also after Ctrl-C, when nobody looks at the result
+        except (NoRoom, asyncio.CancelledError):  # after Ctrl-C nobody looks at the result
             self.result = 0.0
         except Exception as error:
             if self.n_refused:  # of a client of ask.url, in its own words

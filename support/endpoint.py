@@ -47,13 +47,12 @@ class Server:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/{secret}/v1/chat/completions", self.answer)
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        asyncio.run_coroutine_threadsafe(self.start(), event_loop())
 
-    async def start(self):
-        from aiohttp import web
+        async def start():
+            await self.runner.setup()
+            await web.SockSite(self.runner, self.socket).start()
 
-        await self.runner.setup()
-        await web.SockSite(self.runner, self.socket).start()
+        asyncio.run_coroutine_threadsafe(start(), event_loop())
 
     def close(self):
         if self.runner is not None:

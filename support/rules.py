@@ -299,7 +299,7 @@ def check_model(policy, tokenizer, problems, cfg):
         check_template(train + held_out, tokenizer, cfg)
     if is_file:
         note_unread_columns(train + held_out, cfg)
-    left_out = {*tokenizer("")["input_ids"]} - {*problems.train[0]["prompt_ids"]}
+    left_out = {*tokenizer("")["input_ids"]} - {*train[0]["prompt_ids"]}
     if left_out:
         print(
             f"no {tokenizer.decode([*left_out])} in prompts, though the tokenizer puts it on texts"
@@ -310,12 +310,12 @@ def check_model(policy, tokenizer, problems, cfg):
             raise InputError(
                 f"the held-out problem {problem['prompt']!r:.200} is also trained on; take it out"
             )
-    try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
+    try_reward_on_empty_response(tokenizer, train[0], cfg)
     unknown = tokenizer.unk_token_id
-    unseen = [x["prompt_ids"] for x in problems.train if unknown in x["prompt_ids"]]
+    unseen = [x["prompt_ids"] for x in train if unknown in x["prompt_ids"]]
     if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         print(
-            f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
+            f"Warning: {len(unseen)} of {len(train)} prompts hold characters that the "
             f"tokenizer does not know; the model sees {tokenizer.decode(unseen[0])!r:.200}"
         )
 
