@@ -12,6 +12,7 @@ the chat template, whose log-probs are nan: starter.make_batch masks them.
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 import os
 import queue
@@ -177,12 +178,9 @@ class Asker:
         self.n_turns = 0
         self.asked = None  # the conversation that waits for the policy, and its longest answer
         self.answer = None  # a future, while it waits
-        self.has_ended = False
         self.result = None  # what the agent returned
-        self.error = None  # what it raised
         self.own = None  # the conversation of __call__
-        self.n_called = 0  # calls of ask(), which are coroutines until they are awaited
-        self.n_awaited = 0
+        self.n_not_awaited = 0  # calls of ask(), which are coroutines until they are awaited
         self.n_refused = 0  # for lack of room
 
     @functools.cached_property
@@ -190,11 +188,11 @@ class Asker:
         return self.game.server.url_of(self)
 
     def __call__(self, text):
-        self.n_called += 1
+        self.n_not_awaited += 1
         return self.answer_to(text)
 
     async def answer_to(self, text):
-        self.n_awaited += 1
+        self.n_not_awaited -= 1
         if self.own is None:
             self.own = self.begin(text)
         else:
@@ -223,7 +221,7 @@ class Asker:
             raise starter.InputError(
                 "an agent asked twice at once; await each ask() before the next one"
             )
-        self.asked = conversation, min(most, conversation.room())
+        self.asked = conversation, int(min(most, conversation.room()))
         self.answer = asyncio.get_running_loop().create_future()
         self.game.wait_for_turn(self)
         try:
@@ -247,23 +245,20 @@ class Asker:
     async def play(self, agent):
         try:
             self.result = number_of(await agent(self.problem, self))
-            if self.n_awaited < self.n_called:
+            if self.n_not_awaited:
                 raise starter.InputError(
                     "an agent called ask() without await, so that nothing was asked; write "
                     "await ask(...)"
                 )
-        except NoRoom:
-            self.result = 0.0
-        except asyncio.CancelledError:  # also after Ctrl-C, when nobody looks at the result
+        except (NoRoom, asyncio.CancelledError):  # after Ctrl-C nobody looks at the result
             self.result = 0.0
         except Exception as error:
             if self.n_refused:  # of a client of ask.url, in its own words
                 self.result = 0.0
             else:
                 error.add_note(f"It is of the agent, for {self.problem!r:.500}")
-                self.error = error
+                self.game.turns.put(error)
         finally:
-            self.has_ended = True
             self.game.leave(self)
 
     def response(self):
@@ -300,7 +295,7 @@ class Game:
         self.cfg = cfg
         self.sample = sample  # list of Requests -> list of Responses
         self.server = endpoint.Server()
-        self.turns = queue.Queue()  # of (Askers that wait for the policy, None), or ([], an error)
+        self.turns = queue.Queue()  # of lists of Askers that wait for the policy, or an error
         # In the event loop:
         self.running = set()  # Askers
         self.waiting = set()  # those of them that wait
@@ -310,7 +305,7 @@ class Game:
         try:
             await asyncio.gather(*[asker.play(agent) for asker in askers])
         except Exception as error:  # a fault of this file, for which nobody else would look
-            self.turns.put(([], error))
+            self.turns.put(error)
 
     def wait_for_turn(self, asker):
         self.waiting.add(asker)
@@ -318,8 +313,6 @@ class Game:
 
     def leave(self, asker):
         self.running.remove(asker)
-        if asker.error is not None:
-            self.turns.put(([], asker.error))
         self.end_turn()
 
     def end_turn(self):
@@ -332,7 +325,7 @@ class Game:
         if self.waiting or not self.running:
             waiting = sorted(self.waiting, key=lambda asker: asker.seed)
             self.waiting = set()
-            self.turns.put((waiting, None))
+            self.turns.put(waiting)
 
     # In the main thread:
 
@@ -355,7 +348,7 @@ class Game:
         while True:
             try:
                 left = self.last + PATIENCE - time.monotonic()
-                waiting, error = self.turns.get(timeout=max(0.01, left))
+                turn = self.turns.get(timeout=max(0.01, left))
             except queue.Empty:
                 if self.waiting and time.monotonic() > self.last + PATIENCE:
                     say_once(
@@ -364,15 +357,15 @@ class Game:
                     )
                     loop.call_soon_threadsafe(self.hand_over)
                 continue
-            if error is not None:
-                raise error
-            return waiting
+            if isinstance(turn, Exception):
+                raise turn
+            return turn
 
 
 def turns_of(response):
     """How often the policy has answered in the conversations of an agent."""
-    is_read = [True, *map(math.isnan, response.log_probs)]
-    n = sum(before and not now for before, now in zip(is_read, is_read[1:]))
+    parts = itertools.groupby(response.log_probs, math.isnan)
+    n = sum(not is_read for is_read, _ in parts)
     return n + sum(map(turns_of, response.others))
 
 

@@ -12,17 +12,13 @@ import secrets
 import socket
 import time
 
-import starter
+from starter import InputError
 from support.rewards import event_loop
 
 
 class NoRoom(Exception):
     """max_new_tokens of the conversation leave no room for another answer. What an agent does not
     catch ends it with a reward of 0."""
-
-
-class Refused(Exception):
-    """What a program has asked for cannot be done: HTTP 400."""
 
 
 class Server:
@@ -44,20 +40,19 @@ class Server:
         try:
             from aiohttp import web
         except ImportError:
-            raise starter.InputError("ask.url needs aiohttp; pip install aiohttp") from None
+            raise InputError("ask.url needs aiohttp; pip install aiohttp") from None
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.socket.listen(4096)  # calls that come before the server below has started wait here
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/{secret}/v1/chat/completions", self.answer)
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        asyncio.run_coroutine_threadsafe(self.start(), event_loop())
 
-    async def start(self):
-        from aiohttp import web
+        async def start():
+            await self.runner.setup()
+            await web.SockSite(self.runner, self.socket).start()
 
-        await self.runner.setup()
-        await web.SockSite(self.runner, self.socket).start()
+        asyncio.run_coroutine_threadsafe(start(), event_loop())
 
     def close(self):
         if self.runner is not None:
@@ -68,14 +63,14 @@ class Server:
         from aiohttp import web
 
         asker = self.askers.get(http_request.match_info["secret"])
-        if asker is None or asker.has_ended:
+        if asker is None or asker not in asker.game.running:
             return web.json_response(error_of("no agent has this address now"), status=404)
         try:
             request = json.loads(await http_request.text())
             return web.json_response(await completion(asker, request))
         except NoRoom as error:
             return web.json_response(error_of(error, "context_length_exceeded"), status=400)
-        except (Refused, starter.InputError, ValueError) as error:
+        except ValueError as error:  # InputError is one
             return web.json_response(error_of(error), status=400)
 
 
@@ -84,34 +79,34 @@ def error_of(message, code=None):
 
 
 def checked_messages(request):
-    """Returns the messages of a request, whose contents become texts. Raises Refused."""
+    """Returns the messages of a request, whose contents become texts. Raises InputError."""
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise Refused("give messages, a list of at least one")
+        raise InputError("give messages, a list of at least one")
     checked = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"{message!r:.100} is no message with a role and a content")
+            raise InputError(f"{message!r:.100} is no message with a role and a content")
         content = message.get("content") or ""
         if isinstance(content, list):  # of parts
             texts = [part.get("text") for part in content if isinstance(part, dict)]
             if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-                raise Refused("a content may hold parts of the type text alone")
+                raise InputError("a content may hold parts of the type text alone")
             content = "".join(texts)
         if not isinstance(content, str):
-            raise Refused(f"{content!r:.100} is no text")
+            raise InputError(f"{content!r:.100} is no text")
         checked.append({**message, "content": content})
     if request.get("stream"):
-        raise Refused("an answer cannot be streamed; leave stream out")
+        raise InputError("an answer cannot be streamed; leave stream out")
     if request.get("n", 1) != 1:
-        raise Refused("there is one answer to a call; leave n out")
+        raise InputError("there is one answer to a call; leave n out")
     return checked
 
 
 def longest_answer(request):
     most = request.get("max_completion_tokens") or request.get("max_tokens") or float("inf")
     if not isinstance(most, (int, float)) or isinstance(most, bool) or most < 1:
-        raise Refused(f"max_tokens = {most!r:.100} must be a number above 0")
+        raise InputError(f"max_tokens = {most!r:.100} must be a number above 0")
     return most
 
 
@@ -119,7 +114,7 @@ def stop_texts(request):
     stop = request.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise Refused(f"stop = {stop!r:.100} must be a text, or a list of texts")
+        raise InputError(f"stop = {stop!r:.100} must be a text, or a list of texts")
     return stop
 
 
@@ -129,14 +124,13 @@ def is_same(message, other):
 
 def conversation_before(asker, messages):
     """Returns the longest conversation with which the messages begin, or None."""
-    found = None
+    begun = []
     for conversation in asker.conversations:
-        n = len(conversation.messages)
-        is_begun = conversation.messages[-1]["role"] == "assistant" and conversation.ids
-        if is_begun and n < len(messages) and all(map(is_same, conversation.messages, messages)):
-            if found is None or n > len(found.messages):
-                found = conversation
-    return found
+        before = conversation.messages
+        is_answered = before[-1]["role"] == "assistant" and conversation.ids
+        if is_answered and len(before) < len(messages) and all(map(is_same, before, messages)):
+            begun.append(conversation)
+    return max(begun, key=lambda conversation: len(conversation.messages), default=None)
 
 
 async def completion(asker, request):
@@ -144,7 +138,7 @@ async def completion(asker, request):
     messages = checked_messages(request)
     most, stop = longest_answer(request), stop_texts(request)
     if asker.answer is not None:
-        raise Refused("this agent has asked already, and is not answered yet; ask one by one")
+        raise InputError("this agent has asked already, and is not answered yet; ask one by one")
     conversation = conversation_before(asker, messages)
     if conversation is None:
         more = {"tools": request["tools"]} if request.get("tools") else {}
@@ -152,7 +146,7 @@ async def completion(asker, request):
     else:
         asker.read(conversation, messages[len(conversation.messages) :])
     n_read = len(conversation.all_ids())
-    answer = await asker.sampled(conversation, int(min(most, conversation.room())))
+    answer = await asker.sampled(conversation, most)
     text = conversation.write(*answer, stop)
     n_written = len(conversation.all_ids()) - n_read
     return {

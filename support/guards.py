@@ -211,9 +211,7 @@ class Guards:
             numbers["0_headline/other_skills"] = sum(skills) / len(skills)
         self.run.log("eval", numbers, step)
         problem, text, reward = samples[0]
-        prompt = problem["prompt"]
-        if isinstance(prompt, list):  # of messages
-            prompt = prompt[-1]["content"]
+        prompt = agents.messages_of(problem["prompt"])[-1]["content"]
         print(f"Sample: {prompt[-100:]!r} -> {text!r:.300}, reward {reward:g}")
 
     def log_step(self, step, metrics, responses, microbatches):

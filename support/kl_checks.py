@@ -21,15 +21,11 @@ def check_kl(cfg):
 
 
 def fault_of(cfg):
-    """Returns why the gradient of this KL term is zero or wrong, and what to use, or None."""
+    """Returns why the gradient of this KL term is zero or wrong, and what to use, or None. What
+    kl_in = "reward" needs is checked by starter.check_names."""
     is_k1 = cfg.kl_estimator == "k1"
     to_go = cfg.kl_in == "loss_to_go"
     as_written = cfg.kl_gradient == "as_written" and cfg.kl_in != "reward"
-    if cfg.kl_in == "reward" and not is_k1:
-        return (
-            f"kl_estimator = {cfg.kl_estimator!r} with kl_in = 'reward' does not see the sign of "
-            "the log-ratio, so that its gradient has no fixed direction; use kl_estimator = 'k1'"
-        )
     if as_written and is_k1:
         return (
             "kl_estimator = 'k1' with kl_gradient = 'as_written' has an expected gradient of zero "

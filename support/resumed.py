@@ -3,13 +3,18 @@
 import starter
 
 
+def first_numbers(parameter, n):
+    """Returns the first n numbers of a tensor, or of this process's part of it."""
+    part = getattr(parameter, "to_local", lambda: parameter)()
+    return part.flatten()[:n].tolist()
+
+
 def sample_of(model):
     """A number that changes with a model's weights: the sum of the first one of each tensor, which
     the first of several processes has, whether the parts are joined or not."""
     total = 0.0
     for parameter in model.parameters():
-        part = getattr(parameter, "to_local", lambda: parameter)()
-        total += sum(part.detach().flatten()[:1].tolist())
+        total += sum(first_numbers(parameter, 1))
     return total
 
 

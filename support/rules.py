@@ -5,7 +5,7 @@ result without a word. The kind of a parameter (switch, whole number, number) is
 in main(), or of the preset's value where that is None, so that a new one needs no entry here.
 """
 
-import difflib
+import argparse
 import inspect
 import json
 import os
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import starter
 from starter import InputError
 from support import agents, checkpoints, edits
+from support.resumed import first_numbers
 
 # 1. Parameters
 
@@ -40,12 +41,6 @@ OF_A_RULE = set(
     "kl_clip_threshold kl_target dynamic_beta_decay reward_threshold beta_min "
     "beta_schedule_steps".split()
 )
-
-
-def nearest(value, options, more=()):
-    """Returns a remedy: the options, and more of them, with a near spelling, or all options."""
-    near = difflib.get_close_matches(str(value), [*options, *more])
-    return f"use one of {near or sorted(options)}"
 
 
 def check_kinds(cfg, given):
@@ -84,16 +79,14 @@ def is_program():
 
 def typed_for_a_script():
     """Returns the parameters of main() that were typed behind the name of a script, with values."""
-    typed = {}
-    for i, text in enumerate(sys.argv[1:], start=1):
-        name, has_value, value = text.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if text.startswith("--") and name in vars(starter.cfg_with()):
-            if not has_value:
-                value = "".join(sys.argv[i + 1 : i + 2])
-            is_switch = not value or value.startswith("--")
-            typed[name] = True if is_switch else starter.value_of(value)
-    return typed
+    parser = argparse.ArgumentParser(
+        argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
+    )
+    for name in vars(starter.cfg_with()):
+        spellings = f"--{name}", f"--{name.replace('_', '-')}"
+        parser.add_argument(*spellings, type=starter.value_of, nargs="?", const=True)
+    typed, _ = parser.parse_known_args()
+    return vars(typed)
 
 
 def say_what_is_for_the_script(cfg):
@@ -231,12 +224,9 @@ def letters_of(text):
 
 def messages_left_out(problem, text):
     """Returns the messages of a problem's prompt whose letters are not in a text."""
-    messages = problem["prompt"]
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
     letters = letters_of(text)
     left_out = []
-    for message in messages:
+    for message in agents.messages_of(problem["prompt"]):
         content = message["content"]
         in_json = json.dumps(content), json.dumps(content, ensure_ascii=False)  # of tools
         if not any(letters_of(x) in letters for x in (content, *in_json)):
@@ -282,8 +272,7 @@ READ = set(
 def note_unread_columns(problems, cfg):
     """Names the columns of a file that neither its prompts nor the shipped reward read."""
     unread = {name for problem in problems for name in problem} - READ
-    is_file = not callable(cfg.task) and cfg.task not in starter.TASKS
-    if unread and is_file and cfg.reward is starter.reward_fn and edits.is_shipped("reward_fn"):
+    if unread and cfg.reward is starter.reward_fn and edits.is_shipped("reward_fn"):
         print(f"nothing reads {sorted(unread)}: what belongs to a question must be in its prompt")
 
 
@@ -291,7 +280,8 @@ def check_model(policy, tokenizer, problems, cfg):
     """Raises InputError where model, tokenizer and problems do not fit together. Prints notes."""
     n_rows = policy.get_input_embeddings().num_embeddings
     train, held_out, _ = problems
-    if not callable(cfg.task) and cfg.task not in starter.TASKS:
+    is_file = not callable(cfg.task) and cfg.task not in starter.TASKS
+    if is_file:
         shown = {name: value for name, value in train[0].items() if name != "prompt_ids"}
         print(
             f"{cfg.task}: {len(train)} problems to train on, {len(held_out)} held out; the first: "
@@ -307,8 +297,9 @@ def check_model(policy, tokenizer, problems, cfg):
             )
     if tokenizer.chat_template is not None:
         check_template(train + held_out, tokenizer, cfg)
-    note_unread_columns(train + held_out, cfg)
-    left_out = {*tokenizer("")["input_ids"]} - {*problems.train[0]["prompt_ids"]}
+    if is_file:
+        note_unread_columns(train + held_out, cfg)
+    left_out = {*tokenizer("")["input_ids"]} - {*train[0]["prompt_ids"]}
     if left_out:
         print(
             f"no {tokenizer.decode([*left_out])} in prompts, though the tokenizer puts it on texts"
@@ -319,12 +310,12 @@ def check_model(policy, tokenizer, problems, cfg):
             raise InputError(
                 f"the held-out problem {problem['prompt']!r:.200} is also trained on; take it out"
             )
-    try_reward_on_empty_response(tokenizer, problems.train[0], cfg)
+    try_reward_on_empty_response(tokenizer, train[0], cfg)
     unknown = tokenizer.unk_token_id
-    unseen = [x["prompt_ids"] for x in problems.train if unknown in x["prompt_ids"]]
+    unseen = [x["prompt_ids"] for x in train if unknown in x["prompt_ids"]]
     if unseen and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         print(
-            f"Warning: {len(unseen)} of {len(problems.train)} prompts hold characters that the "
+            f"Warning: {len(unseen)} of {len(train)} prompts hold characters that the "
             f"tokenizer does not know; the model sees {tokenizer.decode(unseen[0])!r:.200}"
         )
 
@@ -406,20 +397,15 @@ def plain(problem):
     return {name: getattr(x, "__qualname__", x) for name, x in problem.items()}
 
 
-def first_numbers(parameter):
-    """Returns the first 1/64 of a tensor, at least one number and at most a thousand."""
-    part = getattr(parameter, "to_local", lambda: parameter)()
-    return part.flatten()[: min(1000, 1 + parameter.numel() // 64)].tolist()
-
-
 def note_changed_sources(policy, problems, cfg):
     """Keeps short hashes of what a run learns from and begins with, and says which of them are
-    others than those with which a resumed run has trained. Some numbers of each tensor tell two
-    fine-tunes apart, of those that the first process has, however many divide the tensor."""
+    others than those with which a resumed run has trained. The first 1/64 of each tensor, at least
+    one number and at most a thousand, tells two fine-tunes apart: of the part that the first
+    process has, however many divide the tensor."""
     sources = {
         "problems": [[plain(problem) for problem in part] for part in problems],
         "reward": edits.fingerprint(cfg.reward) or edits.fingerprint(type(cfg.reward)),
-        "model": [first_numbers(parameter) for parameter in policy.parameters()],
+        "model": [first_numbers(x, min(1000, 1 + x.numel() // 64)) for x in policy.parameters()],
     }
     if cfg.agent is not None:
         sources["agent"] = edits.fingerprint(cfg.agent) or edits.fingerprint(type(cfg.agent))

@@ -121,7 +121,6 @@ class Page:
         content = {
             "step": step,
             "metrics": metrics,
-            "scaler": {},  # its scale is in no slope
             "importance_cap": run.cfg.importance_cap,
             "n_groups": len(problems),
             "groups": groups,

@@ -7,6 +7,7 @@ column names too, and says in one sentence what is wrong with a file.
 
 import ast
 import csv
+import difflib
 import gzip
 import io
 import itertools
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import starter
 from starter import InputError, is_held_out
-from support import rules
 
 TINY = str(Path(__file__).resolve().with_name("tiny"))  # the built-in model; see lab/build_tiny.py
 
@@ -189,9 +189,10 @@ def read_rows(source):
             rows = numbered(rows_of_hub(*hub_name.groups()))
         else:
             beside = [str(x) for x in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = difflib.get_close_matches(str(source), [*starter.TASKS, *beside])
             raise InputError(
                 f"{str(source)!r} is no task, no file, and no 'user/name' of a data set on the "
-                f"Hugging Face hub; {rules.nearest(source, starter.TASKS, beside)}"
+                f"Hugging Face hub; use one of {near or sorted(starter.TASKS)}"
             )
         for place, row in rows:
             problems.append((place, as_problem(row)))

@@ -70,8 +70,7 @@ class Watch:
             now = time.monotonic()
             if now - before > self.patience / 2:  # this program was halted, as by Ctrl-Z
                 self.heard = dict.fromkeys(self.heard, now)  # and perhaps the others with it
-            heard = sorted(self.heard.items())
-            late = [other for other, when in heard if now - when > self.patience]
+            late = [other for other, when in self.heard.items() if now - when > self.patience]
             if late:
                 self.reason = f"no sign of life from processes {late} for {self.patience:.0f} s"
             if self.reason:
