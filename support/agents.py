@@ -75,12 +75,13 @@ def ids_after_answer(problem, before, messages, cfg):
 class Conversation:
     """What the policy has read and written, one after the other."""
 
-    def __init__(self, problem, prompt, policy, cfg):
-        """prompt: that of the problem, or another text or list of messages."""
+    def __init__(self, problem, prompt, policy, cfg, **more):
+        """prompt: that of the problem, or another text or list of messages. more: what the template
+        is told, such as tools."""
         [tokenizer] = TOKENIZER
         fitting = [problem]
-        if prompt != problem["prompt"]:
-            other = {**problem, "prompt": prompt}
+        if more or prompt != problem["prompt"]:
+            other = {**problem, **more, "prompt": prompt}
             fitting = starter.with_prompt_ids([other], policy, tokenizer, cfg)
         if not fitting:
             raise starter.InputError(
@@ -200,8 +201,7 @@ class Asker:
         return self.own.write(*await self.sampled(self.own))
 
     def begin(self, prompt, **more):
-        problem = {**self.problem, **more}
-        conversation = Conversation(problem, prompt, self.game.policy, self.game.cfg)
+        conversation = Conversation(self.problem, prompt, self.game.policy, self.game.cfg, **more)
         self.conversations.append(conversation)
         return conversation
 

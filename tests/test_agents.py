@@ -657,6 +657,20 @@ def test_conversations_that_branch_are_rows_that_share_the_weight_of_a_response(
     assert row == len(weights)
 
 
+def test_tools_of_a_first_request_are_in_its_prompt_also_if_its_messages_are_the_problems(tmp_path):
+    async def asks(problem, client):
+        tool = {"type": "function", "function": {"name": "sort"}}
+        await complete(client, problem["prompt"], tools=[tool])
+        return 1.0
+
+    template = "{% if tools %}tools: {{ tools[0].function.name }} {% endif %}" + TEMPLATES["ChatML"]
+    policy, tokenizer, problems, cfg = started(save_model(tmp_path, template))
+    problems = [{**problem, "prompt": [user(problem["prompt"])]} for problem in problems]
+    responses = starter.rollout(policy, None, problems, cfg, "test", 2, 1.0, with_client(asks))
+    for response in responses:
+        assert tokenizer.decode(response.prompt_ids).startswith("tools: sort ")
+
+
 def test_stop_text_ends_an_answer_behind_the_token_that_completes_it(tmp_path):
     async def stops(problem, client):
         [choice] = (await complete(client, [user("add 1 2")], stop=["1", "7"])).choices
