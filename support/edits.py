@@ -19,7 +19,8 @@ import starter
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name: fingerprint, and one of each line
 
-OWN = dict(starter.MECHANICS)  # name: the mechanic that stands in starter.py
+# name: the mechanic that stands in starter.py, also where another one runs in its place
+OWN = dict(starter.MECHANICS)
 
 # What a mechanic of starter.py calls, and the one of support/ does not
 PARTS = {
@@ -57,10 +58,8 @@ def meaning(node):
 
 
 def is_text(statement):
-    """Whether this is a docstring."""
-    value = getattr(statement, "value", None)
-    is_constant = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
-    return is_constant and isinstance(value.value, str)
+    """Whether this is a docstring, or another constant that stands alone."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def short_hash(text):
@@ -84,11 +83,6 @@ def fingerprint_of(function):
         return short_hash(meaning(ast.parse(source)))
     except SyntaxError:  # of a lambda, this is the line that holds it
         return short_hash(source)
-
-
-def own(name):
-    """Returns the function of this name in starter.py, also where another one runs in its place."""
-    return OWN.get(name) or getattr(starter, name)
 
 
 def is_shipped(*names):
