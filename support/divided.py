@@ -187,15 +187,14 @@ def by_first_process(function, *arguments):
     outcome = []
     if RANK == 0:
         try:
-            outcome.append((function(*arguments), None))
+            outcome.append(function(*arguments))
         except Exception as error:
             error.is_of_all = True
-            outcome.append((None, f"{error!r:.500}"))
-            gather(outcome)
+            gather([OfTheFirst(f"{error!r:.500}")])
             raise
-    [(result, words)] = gather(outcome)
-    if words is not None:
-        raise OfTheFirst(words)
+    [result] = gather(outcome)
+    if isinstance(result, OfTheFirst):
+        raise result
     return result
 
 

@@ -187,7 +187,7 @@ class EditsInStep:
             function = inspect.unwrap(getattr(starter, name))
             if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
                 lines = edited_lines(function, SHIPPED[name]["lines"])
-                codes = [function.__code__, *codes_inside(function.__code__)]
+                codes = [*codes_of(function.__code__)]
                 if name == "train":  # which ends a step after this has looked
                     codes = codes[:1]
                     lines = {line for line in lines if line <= line_of(function, "after_step")}
@@ -222,12 +222,12 @@ class EditsInStep:
             )
 
 
-def codes_inside(code):
-    """Yields the code of functions inside of a function."""
+def codes_of(code):
+    """Yields the code of a function, and then that of the functions inside of it."""
+    yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):
-            yield constant
-            yield from codes_inside(constant)
+            yield from codes_of(constant)
 
 
 def write_shipped():

@@ -87,6 +87,10 @@ def read_on(model, ids, n, cache):
 PROMPTS_READ_ONCE = {"cpu"}  # devices where this was measured to be quicker in the update
 
 
+def is_checkpointed(model):
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def prompts_apart(ids, mask):
     """(B, W) ids, (B, W) True at the response tokens -> (B, L) prompts, padded on the right with
     -1; (B, T) what follows them; (B, T) True where the mask is. A prompt's last token is the first
@@ -106,7 +110,7 @@ def hidden_states(model, rows, precision):
     has_prompts = mask.int().argmax(dim=1).any()  # of two tokens and more
     with starter.autocast(ids.device, precision):
         reads_once = ids.device.type in PROMPTS_READ_ONCE and has_prompts
-        if model.is_gradient_checkpointing or not reads_once:
+        if is_checkpointed(model) or not reads_once:
             outputs = model.base_model(input_ids=ids, use_cache=False)
             return last_hidden_state(outputs)[mask]
         prompts, ids_after, mask_after = prompts_apart(ids, mask)
