@@ -369,7 +369,7 @@ def check_fit(policy, prompts, cfg):
     row = models.longest_row(policy, prompts[-1], cfg.max_new_tokens)
     if not reads_long_rows(policy, row):
         raise DoesNotFit("it reads its longest rows otherwise")
-    if not models.decodes_as_it_reads(start_decoding, policy, row, [*map(len, prompts)]):
+    if not models.decodes_as_it_reads(start_decoding, policy, row, map(len, prompts)):
         raise DoesNotFit("it decodes otherwise than it reads")
 
 

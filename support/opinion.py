@@ -193,14 +193,19 @@ def difference_of(name, ours, plain):
 # starter.py's own mechanics, for a moment or for the rest of a run
 
 
+def use_own_mechanics(models):
+    """Has starter.py's own mechanics run, and the models attend as they were loaded."""
+    edits.restore(*COMPARED)
+    for model in models:
+        fast.attend_as_loaded(model)
+
+
 @contextlib.contextmanager
 def own_mechanics(*models):
-    """Within it starter.py's own mechanics run, and the models attend as they were loaded."""
+    """Within it that is so; afterwards all is as it was."""
     in_place = dict(starter.MECHANICS)
     attended = [model for model in models if fast.attends_here(model)]
-    edits.restore(*COMPARED)
-    for model in attended:
-        fast.attend_as_loaded(model)
+    use_own_mechanics(models)
     try:
         yield
     finally:
@@ -211,9 +216,7 @@ def own_mechanics(*models):
 
 def put_aside(cfg, models):
     """Has starter.py's own mechanics run from here on."""
-    edits.restore(*COMPARED)
-    for model in models:
-        fast.attend_as_loaded(model)
+    use_own_mechanics(models)
     most = starter.LOGITS_AT_ONCE // models[0].config.get_text_config().vocab_size
     cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
 
