@@ -9,7 +9,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 import sys
 import textwrap
 from pathlib import Path
@@ -159,18 +158,17 @@ def log_edits(unused):
 NOT_IN_A_STEP = {"evaluate", "log_eval", "solved_by_skill"}
 
 
-def edited_lines(function, lines):
-    """Returns the numbers of a function's lines, in its file, that were not shipped with it. lines:
-    the hashes of those that were."""
+def edited_lines(function, shipped):
+    """Returns the numbers of a function's lines, in its file, that were not shipped with it: of
+    train() up to the call that ends the look at a step. shipped: the hashes of those that were."""
     source, first = inspect.getsourcelines(function)
-    shipped = set(lines)
-    return {first + i for i, line in enumerate(source) if short_hash(line.strip()) not in shipped}
-
-
-def line_of(function, words):
-    """Returns the number of the first line of a function that holds these words, or infinity."""
-    source, first = inspect.getsourcelines(function)
-    return next((first + i for i, line in enumerate(source) if words in line), math.inf)
+    edited = set()
+    for n, line in enumerate(source, start=first):
+        if short_hash(line.strip()) not in shipped:
+            edited.add(n)
+        if "after_step" in line:
+            break
+    return edited
 
 
 class EditsInStep:
@@ -185,9 +183,8 @@ class EditsInStep:
             if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
                 lines = edited_lines(function, SHIPPED[name]["lines"])
                 codes = [*codes_of(function.__code__)]
-                if name == "train":  # which ends a step after this has looked
+                if name == "train":  # whose inner function evaluates
                     codes = codes[:1]
-                    lines = {line for line in lines if line <= line_of(function, "after_step")}
                 of_code = {line for code in codes for _, _, line in code.co_lines()}
                 for code in codes:
                     self.edits[code] = name, lines & of_code
