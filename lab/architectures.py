@@ -123,8 +123,7 @@ CHECKS = {log_probs: 1e-4, gradients: 1e-3, rollout: 1e-4, saved: 1e-3}
 
 
 def attach_fast(case):
-    problems = starter.Problems([{"prompt_ids": ids} for ids in case.prompts], [])
-    fast.attach(case.policy, None, problems, CFG)
+    fast.attach(case.policy, None, case.prompts, CFG)
 
 
 def add_adapters(case):

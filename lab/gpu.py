@@ -205,7 +205,7 @@ def measure_update(switches, policy, optimizer, llm, problems, cfg, go_on):
     share = 0.0
     if ON_GPU:
         metrics = {"time/total": s, "time/rollout": 0.0}
-        share = gpu.share_of_peak(metrics, microbatches, cfg).get("share_of_peak", 0.0)
+        share = gpu.share_of_peak(policy, metrics, microbatches, cfg).get("share_of_peak", 0.0)
     row |= columns_of_all(share, policy, cfg)
     parts = {
         "layers_s": seconds_of(layers, 4),

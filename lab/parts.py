@@ -112,7 +112,7 @@ def compared(name, folder, cfg):
 
     from support import checkpoints, divided, edits
 
-    whole, keys = edits.own("load_model")(folder, cfg.device)
+    whole, keys = edits.OWN["load_model"](folder, cfg.device)
     model, its_keys = divided.load_model(folder, cfg.device)
     row = {"model": name, "in_parts": model in divided.PARTS}
     divided.shard_alone(model, cfg)

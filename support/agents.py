@@ -375,7 +375,7 @@ def play(agent, policy, llm, problems, cfg, seed, group_size, temperature):
     sample = starter.sample
     if ranks.WORLD > 1:
         divided.join_weights(policy, llm)
-        sample = edits.own("sample")
+        sample = edits.OWN["sample"]
 
     def answer_all(requests):
         """Each of the processes that run one engine must ask it for the same."""

@@ -72,8 +72,8 @@ def prepare(policy, ref_model, tokenizer, problems, run):
         if cfg.use_kl_penalty:
             ref_model = ref_model or start
     if ranks.WORLD == 1:
-        fast.attach(policy, ref_model, problems, cfg)  # compares in float32
-        memory.attach(run)
+        fast.attach(policy, ref_model, prompts, cfg)  # compares in float32
+        edits.replace(add_up_gradients=memory.add_up_gradients)
         opinion.attach(run)
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)

@@ -76,7 +76,7 @@ def what_learns(policy):
 
 def save_checkpoint(path, policy, optimizer, state):
     """Like starter.save_checkpoint."""
-    edits.own("save_checkpoint")(path, what_learns(policy), optimizer, state)
+    edits.OWN["save_checkpoint"](path, what_learns(policy), optimizer, state)
 
 
 def load_checkpoint(path, policy, optimizer):

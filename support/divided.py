@@ -25,7 +25,7 @@ def load_model(model_id, device):
     from transformers import AutoModelForCausalLM
 
     if device.type == "cpu" and torch.accelerator.is_available():  # where it would put them
-        return edits.own("load_model")(model_id, device)
+        return edits.OWN["load_model"](model_id, device)
     divided, keys = AutoModelForCausalLM.from_pretrained(
         model_id,
         dtype=torch.float32,
@@ -35,7 +35,7 @@ def load_model(model_id, device):
     )
     if not is_read_rightly(divided):
         print(f"{model_id}: each process reads all weights before it keeps its part")
-        return edits.own("load_model")(model_id, torch.device("cpu"))
+        return edits.OWN["load_model"](model_id, torch.device("cpu"))
     parts = {name: x.detach() for name, x in divided.named_parameters()}
     buffers = dict(divided.named_buffers())
     config = divided.config
@@ -163,7 +163,7 @@ def sample(policy, llm, requests, cfg, temperature):
     responses = []
     share = share_of(requests, cfg.vllm_tp)
     if share:
-        responses = edits.own("sample")(policy, llm, share, cfg, temperature)
+        responses = edits.OWN["sample"](policy, llm, share, cfg, temperature)
     return gather(responses if RANK % cfg.vllm_tp == 0 else [])
 
 
@@ -187,15 +187,14 @@ def by_first_process(function, *arguments):
     outcome = []
     if RANK == 0:
         try:
-            outcome.append((function(*arguments), None))
+            outcome.append(function(*arguments))
         except Exception as error:
             error.is_of_all = True
-            outcome.append((None, f"{error!r:.500}"))
-            gather(outcome)
+            gather([OfTheFirst(f"{error!r:.500}")])
             raise
-    [(result, words)] = gather(outcome)
-    if words is not None:
-        raise OfTheFirst(words)
+    [result] = gather(outcome)
+    if isinstance(result, OfTheFirst):
+        raise result
     return result
 
 
@@ -220,7 +219,7 @@ def add_up_gradients(policy, microbatches, *others):
     most = max(gather([len(microbatches)]))
     n_tokens = sum(microbatch["response_mask"].sum().item() for microbatch in microbatches)
     microbatches.extend([empty] * (most - len(microbatches)))
-    sums = edits.own("add_up_gradients")(policy, microbatches, *others)
+    sums = edits.OWN["add_up_gradients"](policy, microbatches, *others)
     shares = gather([(n_tokens, sums)])
     n_all = sum(n for n, _ in shares)
     of_all = {}

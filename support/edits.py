@@ -9,7 +9,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 import sys
 import textwrap
 from pathlib import Path
@@ -19,7 +18,8 @@ import starter
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name: fingerprint, and one of each line
 
-OWN = dict(starter.MECHANICS)  # name: the mechanic that stands in starter.py
+# name: the mechanic that stands in starter.py, also where another one runs in its place
+OWN = dict(starter.MECHANICS)
 
 # What a mechanic of starter.py calls, and the one of support/ does not
 PARTS = {
@@ -57,10 +57,8 @@ def meaning(node):
 
 
 def is_text(statement):
-    """Whether this is a docstring."""
-    value = getattr(statement, "value", None)
-    is_constant = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
-    return is_constant and isinstance(value.value, str)
+    """Whether this is a docstring, or another constant that stands alone."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def short_hash(text):
@@ -86,17 +84,9 @@ def fingerprint_of(function):
         return short_hash(source)
 
 
-def own(name):
-    """Returns the function of this name in starter.py, also where another one runs in its place."""
-    return OWN.get(name) or getattr(starter, name)
-
-
 def is_shipped(*names):
     """Whether the functions of these names in starter.py are as they were shipped."""
-    for name in names:
-        if fingerprint(getattr(starter, name)) != SHIPPED[name]["meaning"]:
-            return False
-    return True
+    return all(fingerprint(getattr(starter, name)) == SHIPPED[name]["meaning"] for name in names)
 
 
 def called_by(name):
@@ -168,18 +158,17 @@ def log_edits(unused):
 NOT_IN_A_STEP = {"evaluate", "log_eval", "solved_by_skill"}
 
 
-def edited_lines(function, lines):
-    """Returns the numbers of a function's lines, in its file, that were not shipped with it. lines:
-    the hashes of those that were."""
+def edited_lines(function, shipped):
+    """Returns the numbers of a function's lines, in its file, that were not shipped with it: of
+    train() up to the call that ends the look at a step. shipped: the hashes of those that were."""
     source, first = inspect.getsourcelines(function)
-    shipped = set(lines)
-    return {first + i for i, line in enumerate(source) if short_hash(line.strip()) not in shipped}
-
-
-def line_of(function, words):
-    """Returns the number of the first line of a function that holds these words, or infinity."""
-    source, first = inspect.getsourcelines(function)
-    return next((first + i for i, line in enumerate(source) if words in line), math.inf)
+    edited = set()
+    for n, line in enumerate(source, start=first):
+        if short_hash(line.strip()) not in shipped:
+            edited.add(n)
+        if "after_step" in line:
+            break
+    return edited
 
 
 class EditsInStep:
@@ -193,10 +182,9 @@ class EditsInStep:
             function = inspect.unwrap(getattr(starter, name))
             if inspect.isfunction(function) and source_of(function) and not is_shipped(name):
                 lines = edited_lines(function, SHIPPED[name]["lines"])
-                codes = [function.__code__, *codes_inside(function.__code__)]
-                if name == "train":  # which ends a step after this has looked
+                codes = [*codes_of(function.__code__)]
+                if name == "train":  # whose inner function evaluates
                     codes = codes[:1]
-                    lines = {line for line in lines if line <= line_of(function, "after_step")}
                 of_code = {line for code in codes for _, _, line in code.co_lines()}
                 for code in codes:
                     self.edits[code] = name, lines & of_code
@@ -228,12 +216,12 @@ class EditsInStep:
             )
 
 
-def codes_inside(code):
-    """Yields the code of functions inside of a function."""
+def codes_of(code):
+    """Yields the code of a function, and then that of the functions inside of it."""
+    yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):
-            yield constant
-            yield from codes_inside(constant)
+            yield from codes_of(constant)
 
 
 def write_shipped():

@@ -61,7 +61,6 @@ class RoundingHead(starter.Float32Head):
 
 
 ROUNDS = set()  # of this run: "head", where models get a RoundingHead
-SHARED_BY = [1]  # of this run: vllm_tp, the processes that share an engine
 
 
 def give_head(model):
@@ -74,10 +73,9 @@ def give_head(model):
 def attach(cfg):
     """Has this file's functions run in the place of starter.py's, and models get its head."""
     ROUNDS.add("head")
-    SHARED_BY[:] = [cfg.vllm_tp]
-    TEXT_MODEL.clear()
     edits.replace(
-        init_vllm=init_vllm, load_policy_into_vllm_instance=load_policy_into_vllm_instance
+        init_vllm=functools.partial(init_vllm, n_together=cfg.vllm_tp),
+        load_policy_into_vllm_instance=load_policy_into_vllm_instance,
     )
     if cfg.engine == "vllm":
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -93,22 +91,8 @@ def attach(cfg):
         torch._dynamo.config.disable = True  # the first request would compile for 10 s
 
 
-TEXT_MODEL = []  # of this run: policy and tokenizer, where vLLM would take another class
-
-
-def init_vllm(model_id, *others):
-    """Like starter.init_vllm. Where vLLM would take a model of images and text, it gets the text
-    model in a folder of its own."""
-    if not TEXT_MODEL:
-        return start_vllm(model_id, *others)
-    policy, tokenizer = TEXT_MODEL
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save_pretrained(folder, state_dict=dict(starter.weights_by_name(policy)))
-        tokenizer.save_pretrained(folder)
-        return start_vllm(folder, *others)
-
-
-def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
+def init_vllm(model_id, seed, max_model_len, gpu_mem_util, precision, n_together=1):
+    """Like starter.init_vllm. n_together: the processes that share an engine."""
     if ON_CPU:
         options = {
             "enforce_eager": True,
@@ -125,10 +109,9 @@ def start_vllm(model_id, seed, max_model_len, gpu_mem_util, precision):
         if gpu_mem_util >= 1:  # GB of the cache; the share is not read
             options["gpu_memory_utilization"] = 0.05
             options["kv_cache_memory_bytes"] = int(gpu_mem_util * 1e9)
-    [n_together] = SHARED_BY
-    if n_together > 1 and ON_CPU:
-        forget_shared_memory(n_together)
     if n_together > 1:  # each of these processes runs the same engine with its part of the weights
+        if ON_CPU:
+            forget_shared_memory(n_together)
         options |= {
             "tensor_parallel_size": n_together,
             "distributed_executor_backend": "external_launcher",
@@ -171,7 +154,15 @@ def give_text_model(policy, tokenizer, model_id):
     named = AutoConfig.from_pretrained(model_id, trust_remote_code=False).architectures
     if not named or type(policy).__name__ in named:
         return
-    TEXT_MODEL[:] = policy, tokenizer
+    start = starter.MECHANICS["init_vllm"]
+
+    def init_vllm_of_text(model_id, *others):
+        with tempfile.TemporaryDirectory() as folder:
+            policy.save_pretrained(folder, state_dict=dict(starter.weights_by_name(policy)))
+            tokenizer.save_pretrained(folder)
+            return start(folder, *others)
+
+    edits.replace(init_vllm=init_vllm_of_text)
     print(f"vLLM gets the text model of {named[0]}, {type(policy).__name__}, without the rest")
 
 

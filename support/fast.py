@@ -274,7 +274,7 @@ def reference_of(ref_model, model, rows, precision):
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """Like starter.token_statistics. Only some of the (N, V) logits exist at a time."""
     if not runs_as_its_class(model):
-        plain = edits.own("token_statistics")
+        plain = edits.OWN["token_statistics"]
         return plain(model, rows, temperature, precision, ref_model)
     mask = rows["response_mask"]
     device = mask.device
@@ -326,6 +326,12 @@ def made_up_responses(prompts, policy, max_new_tokens):
     return responses
 
 
+def some_of_gradient(policy):
+    """Returns about a thousand numbers of the gradient of each tensor."""
+    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    return torch.cat([x[:: 1 + len(x) // 1000].float() for x in gradients])
+
+
 def outputs_of(token_statistics, policy, batches):
     """Lists of Responses -> {name: output}, and among these some of the gradient of all statistics
     together, each weighted by the number of its token."""
@@ -338,22 +344,21 @@ def outputs_of(token_statistics, policy, batches):
         mask = rows["response_mask"]
         parts.append({name: values[mask].detach() for name, values in stats.items()})
     outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-    outputs["gradient"] = torch.cat([x[:: 1 + len(x) // 1000] for x in gradients])
+    outputs["gradient"] = some_of_gradient(policy)
     policy.zero_grad()
     return outputs
 
 
-def check_fit(policy, problems, cfg):
+def check_fit(policy, prompts, cfg):
     """Raises DoesNotFit, or an error of the model, where an output differs by more than a
     thousandth of the largest from that of the plain functions for each row alone."""
     if not runs_as_its_class(policy):
         raise DoesNotFit("it has a forward() of its own, or hooks")
-    prompts = sorted((problem["prompt_ids"] for some in problems for problem in some), key=len)
+    prompts = sorted(prompts, key=len)
     prompts = [prompts[0], prompts[-1], prompts[-1]]
     responses = made_up_responses(prompts, policy, cfg.max_new_tokens)
     alone = [[response] for response in responses]
-    plain = outputs_of(edits.own("token_statistics"), policy, alone)
+    plain = outputs_of(edits.OWN["token_statistics"], policy, alone)
     attend_on_cpu(policy)
     ours = outputs_of(token_statistics, policy, [responses])
     for name, values in plain.items():
@@ -364,7 +369,7 @@ def check_fit(policy, problems, cfg):
     row = models.longest_row(policy, prompts[-1], cfg.max_new_tokens)
     if not reads_long_rows(policy, row):
         raise DoesNotFit("it reads its longest rows otherwise")
-    if not models.decodes_as_it_reads(start_decoding, policy, row, [*map(len, prompts)]):
+    if not models.decodes_as_it_reads(start_decoding, policy, row, map(len, prompts)):
         raise DoesNotFit("it decodes otherwise than it reads")
 
 
@@ -386,13 +391,13 @@ def is_fault_of_support(error):
     return Path(last.filename).parent == Path(__file__).parent and type(error) is not DoesNotFit
 
 
-def attach(policy, ref_model, problems, cfg):
+def attach(policy, ref_model, prompts, cfg):
     """Has this file's functions run in the place of starter.py's if they fit the model, else says
     why not."""
     if not edits.is_shipped(*FUNCTIONS, *edits.PARTS["token_statistics"]):
         return  # they fit each other alone
     try:
-        check_fit(policy, problems, cfg)
+        check_fit(policy, prompts, cfg)
     except Exception as error:  # code of the model's authors runs here
         attend_as_loaded(policy)
         policy.zero_grad()

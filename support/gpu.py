@@ -15,7 +15,6 @@ import starter
 from support import edits, fast, presets
 
 LARGE = 1_000_000_000  # parameters; below, compiling takes longer than it saves
-RUN = {}  # of this process: the number of the policy's parameters
 
 
 def compile_layers(model):
@@ -81,12 +80,11 @@ def attach(policy, ref_model, cfg):
     """Does this where it was measured. torch.compile needs what vLLM needs, too: a C compiler."""
     if cfg.device.type == "cuda":
         choose_attention(filter(None, [policy, ref_model]), cfg.device)
-    RUN["parameters"] = sum(p.numel() for p in policy.parameters())
     is_plain = cfg.precision == "bf16" and not cfg.lora_rank and not cfg.gradient_checkpointing
     fits = "token_statistics" in edits.replaced_names()
     fast.COMPILED.clear()  # of an earlier run of this process
     beside_vllm = cfg.device.type == "cuda" and cfg.engine == "vllm"
-    if is_plain and beside_vllm and RUN["parameters"] > LARGE and fits:
+    if is_plain and beside_vllm and policy.num_parameters() > LARGE and fits:
         compile_layers(policy)
         if ref_model is not None:
             compile_layers(ref_model)
@@ -98,7 +96,7 @@ def attach(policy, ref_model, cfg):
         )
 
 
-def share_of_peak(metrics, microbatches, cfg):
+def share_of_peak(policy, metrics, microbatches, cfg):
     """Returns {"share_of_peak": ...} of a step's update, where the card's peak is known. For each
     parameter and token that this process computes 2 operations count forward, 4 back, and 2 of a
     reference; with LoRA 2 less. The seconds are those outside of the rollout."""
@@ -113,6 +111,6 @@ def share_of_peak(metrics, microbatches, cfg):
         mask = microbatch["response_mask"]
         columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         n_tokens += (mask * columns).amax(dim=1).sum().item()  # without padding
-    done = operations * RUN["parameters"] * n_tokens * cfg.epochs_per_rollout
+    done = operations * policy.num_parameters() * n_tokens * cfg.epochs_per_rollout
     seconds = metrics["time/total"] - metrics["time/rollout"]
     return {"share_of_peak": done / seconds / peaks[name]}

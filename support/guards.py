@@ -221,7 +221,7 @@ class Guards:
             numbers["turns"] = fmean(map(agents.turns_of, responses))
         if torch.cuda.is_initialized():
             numbers["mem/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            numbers |= gpu.share_of_peak(metrics, microbatches, run.cfg)
+            numbers |= gpu.share_of_peak(self.policy, metrics, microbatches, run.cfg)
         if "kl_per_token" in metrics:
             name = "kl_to_teacher" if run.cfg.ref_model_id else "kl_per_token"
             numbers[f"0_headline/{name}"] = metrics["kl_per_token"]

@@ -87,7 +87,7 @@ def weights_without_memory(policy, names):
 def save_adapters(policy, folder):
     """Saves the adapters alone, for PeftModel.from_pretrained(model, folder)."""
     tensors = {}
-    for name, tensor in edits.own("weights_by_name")(policy):
+    for name, tensor in edits.OWN["weights_by_name"](policy):
         if ".lora_" in name:
             name = name.replace(".default.", ".")
             tensors[f"base_model.model.{name}"] = checkpoints.whole(tensor)
@@ -99,7 +99,7 @@ def save_adapters(policy, folder):
 def merged_weights(policy):
     """Yields (name, tensor) of parameters and persistent buffers, one at a time. An adapter is
     added to the weight beside it: names and shapes are those of the model as it was loaded."""
-    for name, tensor in edits.own("weights_by_name")(policy):
+    for name, tensor in edits.OWN["weights_by_name"](policy):
         if ".lora_" in name:
             continue
         if tensor.is_floating_point():  # in 16 bits with frozen_in_bf16

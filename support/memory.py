@@ -166,15 +166,10 @@ def store_frozen_in_bf16(policy, ref_model, cfg):
 RUN = {}
 
 
-def attach(run):
-    RUN["run"] = run
-    edits.replace(add_up_gradients=add_up_gradients)
-
-
 def resume(run, optimizer):
     """Later microbatches are cut as they were before the run was stopped, so that it gives the same
     bits."""
-    RUN["optimizer"] = optimizer
+    RUN.update(run=run, optimizer=optimizer)
     of_state = run.state.get("max_tokens", math.inf)
     run.cfg.max_tokens_per_microbatch = min(of_state, run.cfg.max_tokens_per_microbatch)
 
@@ -212,7 +207,7 @@ def add_up_gradients(policy, microbatches, *others):
     microbatches, of this step and of later ones, are halved, and this step begins again."""
     while True:
         try:
-            return edits.own("add_up_gradients")(policy, microbatches, *others)
+            return edits.OWN["add_up_gradients"](policy, microbatches, *others)
         except RuntimeError as error:
             largest = max(microbatches, key=lambda microbatch: microbatch["labels"].numel())
             n_rows, width = largest["labels"].shape

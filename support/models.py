@@ -43,7 +43,7 @@ def mend_model(policy, tokenizer, unread):
     if end not in (None, tokenizer.eos_token_id, *stop_tokens):
         policy.generation_config.eos_token_id = [x for x in stop_tokens if x is not None] + [end]
     tokenizer.apply_chat_template = functools.partial(
-        tokens.on_a_fixed_date, tokenizer.apply_chat_template
+        tokenizer.apply_chat_template, strftime_now=tokens.on_a_fixed_date
     )
     engines.give_head(policy)
 
@@ -81,7 +81,7 @@ def check_reading(policy, prompts, cfg):
         policy.eval()
         if fault:
             raise InputError(f"{name} cannot be trained here: {fault}; give another model")
-        own = edits.own("start_decoding")
+        own = edits.OWN["start_decoding"]
         is_shipped = edits.is_shipped("start_decoding")
         if is_shipped and not decodes_as_it_reads(own, policy, ids, lengths):
             edits.replace(start_decoding=start_decoding)
@@ -195,4 +195,4 @@ def start_decoding(policy, prompts):
 
     read.device = policy.device
     read.forward = policy.forward
-    return edits.own("start_decoding")(read, prompts)
+    return edits.OWN["start_decoding"](read, prompts)

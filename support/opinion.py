@@ -45,11 +45,11 @@ class SecondOpinion:
         due = [*STEPS, self.first_step, self.run.cfg.n_train_steps]
         if edits.edited_names():
             due.append(2)
-        return step in due and "token_statistics" in edits.replaced_names()
+        return step in due
 
     def sample(self, policy, llm, *inputs):
         """Like starter.sample."""
-        sample = edits.own("sample")
+        sample = edits.OWN["sample"]
         responses = sample(policy, llm, *inputs)
         step = self.run.state["step"] + 1
         is_first = self.run.state["before"] is not None and step not in self.sampled
@@ -62,21 +62,20 @@ class SecondOpinion:
     def rows_to_train_on(self, batch, policy, ref_model, cfg):
         """Like starter.rows_to_train_on."""
         step = self.run.state["step"] + 1
-        if not self.is_due(step):
-            return rows.with_gradient(batch, policy, ref_model, cfg)
-        models = [policy, ref_model]
-        wrong = self.is_wrong(step, models, numbers_of_step, batch, policy, ref_model, cfg)
-        if wrong:
-            return self.sampled_again(batch, step)
-        if wrong is False:
-            self.last_right = step
+        if self.is_due(step):
+            models = [policy, ref_model]
+            wrong = self.is_wrong(step, models, numbers_of_step, batch, policy, ref_model, cfg)
+            if wrong:
+                return self.sampled_again(batch, step)
+            if wrong is False:
+                self.last_right = step
         return rows.with_gradient(batch, policy, ref_model, cfg)
 
     def sampled_again(self, batch, step):
         """Returns the batch with the log-probs that starter.py's own mechanics give to the same
         responses: they may be rounded otherwise."""
         if step in self.sampled:
-            again = edits.own("sample")(*self.sampled[step])
+            again = edits.OWN["sample"](*self.sampled[step])
             others = starter.make_batch(again, torch.zeros(len(again)), batch["labels"].device)
             if torch.equal(others["labels"], batch["labels"]):
                 batch["sampler_log_probs"] = others["sampler_log_probs"]
@@ -161,8 +160,7 @@ def numbers_of_rows(some, policy, ref_model, cfg):
             random.seed(0)
             inputs = dict(some), cfg, ref_model, cfg.kl_coef
             found["loss"], _ = starter.grpo_microbatch_step(policy, *inputs)
-        gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-        found["gradient"] = torch.cat([x[:: 1 + len(x) // 1000].float() for x in gradients])
+        found["gradient"] = fast.some_of_gradient(policy)
     finally:
         starter.MECHANICS["token_statistics"] = in_place
         random.setstate(generator)
@@ -195,14 +193,19 @@ def difference_of(name, ours, plain):
 # starter.py's own mechanics, for a moment or for the rest of a run
 
 
+def use_own_mechanics(models):
+    """Has starter.py's own mechanics run, and the models attend as they were loaded."""
+    edits.restore(*COMPARED)
+    for model in models:
+        fast.attend_as_loaded(model)
+
+
 @contextlib.contextmanager
 def own_mechanics(*models):
-    """Within it starter.py's own mechanics run, and the models attend as they were loaded."""
-    in_place = {name: starter.MECHANICS[name] for name in COMPARED}
+    """Within it that is so; afterwards all is as it was."""
+    in_place = dict(starter.MECHANICS)
     attended = [model for model in models if fast.attends_here(model)]
-    edits.restore(*COMPARED)
-    for model in attended:
-        fast.attend_as_loaded(model)
+    use_own_mechanics(models)
     try:
         yield
     finally:
@@ -213,9 +216,7 @@ def own_mechanics(*models):
 
 def put_aside(cfg, models):
     """Has starter.py's own mechanics run from here on."""
-    edits.restore(*COMPARED)
-    for model in models:
-        fast.attend_as_loaded(model)
+    use_own_mechanics(models)
     most = starter.LOGITS_AT_ONCE // models[0].config.get_text_config().vocab_size
     cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
 

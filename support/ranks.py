@@ -95,7 +95,7 @@ def gather(items):
     return sum(parts, [])
 
 
-def share_of(items, n_together=1):
+def share_of(items, n_together):
     """Returns those of this process, which stand together. n_together: processes that have the same
     share, since they run one engine."""
     n = -(-len(items) * n_together // WORLD)

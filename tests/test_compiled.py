@@ -87,7 +87,7 @@ def test_what_a_card_has_shown_is_compiled_and_microbatches_of_its_preset_double
     compiled = mock.Mock()
     stand_ins = dict(compile_layers=compiled, compile_statistics=compiled)
     with mock.patch.multiple(gpu, LARGE=0, choose_attention=mock.Mock(), **stand_ins):
-        gpu.attach(torch.nn.Linear(2, 3), None, cfg)
+        gpu.attach(mock.Mock(**{"num_parameters.return_value": 1}), None, cfg)
     assert cfg.max_tokens_per_microbatch == max_tokens
     assert compiled.called == (max_tokens != 4_096)
 
@@ -113,11 +113,12 @@ def test_layers_of_a_family_are_compiled_and_plain_again_for_the_report(family, 
 def share(monkeypatch, card, responses, **changes):
     """Of the peak of a card, for a step of two seconds besides its rollout."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-    monkeypatch.setattr(gpu, "RUN", {"parameters": 1e9})
+    policy = mock.Mock(**{"num_parameters.return_value": 1e9})
     batch = make_step(responses)
     metrics = {"time/total": 5.0, "time/rollout": 3.0}
     microbatches = starter.cut_microbatches(batch, 20)
-    return gpu.share_of_peak(metrics, microbatches, settings(**changes)).get("share_of_peak")
+    cfg = settings(**changes)
+    return gpu.share_of_peak(policy, metrics, microbatches, cfg).get("share_of_peak")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_statistics_where_prompts_are_read_again_for_each_row_are_the_plain_ones
     monkeypatch.setattr(fast, "PROMPTS_READ_ONCE", set())
     policy, _ = starter.init_policy(checkpoint, "cpu")
     batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
-    expected = edits.own("token_statistics")(policy, batch, 1.0)
+    expected = edits.OWN["token_statistics"](policy, batch, 1.0)
     for name, values in fast.token_statistics(policy, batch, 1.0).items():
         torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-5)
 

@@ -55,8 +55,7 @@ def assert_equal_outputs(ours, expected):
 def attach(model, max_new_tokens=20):
     """Calls fast.attach as prepare() does. Returns the names of the functions that it put in."""
     ids = random.Random(0).choices(range(4, 61), k=12)
-    problems = starter.Problems([{"prompt_ids": ids[:3]}, {"prompt_ids": ids}], [])
-    fast.attach(model, None, problems, starter.cfg_with(max_new_tokens=max_new_tokens))
+    fast.attach(model, None, [ids[:3], ids], starter.cfg_with(max_new_tokens=max_new_tokens))
     return {*edits.replaced_names()}
 
 

@@ -86,11 +86,10 @@ def test_processes_that_share_an_engine_start_it_together_each_with_a_cache_of_i
 ):
     monkeypatch.setattr(ranks, "WORLD", 4)
     monkeypatch.setattr(ranks, "RANK", 3)
-    monkeypatch.setattr(engines, "SHARED_BY", [1])
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     engines.attach(starter.cfg_with(engine="vllm", vllm_tp=2, device=torch.device("cuda")))
     assert os.environ.pop("VLLM_CACHE_ROOT").endswith("process_3")
-    engines.init_vllm("model", 0, 128, 0.2, "bf16")
+    starter.init_vllm("model", 0, 128, 0.2, "bf16")
     options = llm.call_args.kwargs
     assert options["tensor_parallel_size"] == 2 and "device_ids" not in options
     assert options["distributed_executor_backend"] == "external_launcher"
@@ -132,7 +131,7 @@ def test_vllm_knows_what_it_is_told_on_a_gpu():
     from vllm.engine.arg_utils import EngineArgs
 
     with mock.patch("vllm.LLM") as llm:
-        edits.own("init_vllm")("model", 0, 64, 0.2, "bf16")
+        edits.OWN["init_vllm"]("model", 0, 64, 0.2, "bf16")
     known = {*inspect.signature(EngineArgs).parameters, *inspect.signature(LLM).parameters}
     assert llm.call_args.kwargs.keys() <= known
 

@@ -153,7 +153,7 @@ def test_steps_after_a_lack_of_memory_have_the_same_numbers(checkpoint, device, 
         cfg = starter.cfg_with(precision="float32", max_tokens_per_microbatch=1000)
         run = SimpleNamespace(cfg=cfg, state={})
         edits.restore()
-        memory.attach(run)
+        edits.replace(add_up_gradients=memory.add_up_gradients)
         memory.resume(run, optimizer)
         whole = [starter.keep_rows(batch, slice(*ends)) for ends in ((8, 9), (0, 8), (9, 10))]
         microbatches = [dict(rows) for rows in whole]

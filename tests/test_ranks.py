@@ -109,8 +109,9 @@ def make_runs(file):
     at_each_call(models, "check_reading", check)
     start, started = engines.init_vllm, []
 
-    def init_vllm(*options):
-        started.append(start(*options))  # one that is freed ends the groups of its process alone
+    def init_vllm(*options, **named):
+        # One that is freed ends the groups of its process alone
+        started.append(start(*options, **named))
         return started[-1]
 
     engines.init_vllm = init_vllm
