@@ -476,27 +476,6 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
     assert order == ["sample", 0, *step, 1, *step, 2, "sample", 2, *step, 3, "sample", 3]
 
 
-@pytest.mark.parametrize("name", ["after_step", "after_evaluation"])
-def test_edit_that_sets_run_stop_ends_the_run_after_its_step(checkpoint, tmp_path, capsys, name):
-    """Which is evaluated and saved. So does one that sets it at an evaluation."""
-    looking = mock.Mock()
-    looking.after_step.return_value = False
-
-    def watch(run, *others):
-        def stop(step, *others):
-            run.stop = run.stop or step == 2
-            return False
-
-        getattr(looking, name).side_effect = stop
-        return looking
-
-    with mock.patch.object(guards, "Guards", watch):
-        run("support", **full_settings(checkpoint, tmp_path, save_every=0, eval_every=2))
-    printed = capsys.readouterr().out
-    assert steps_in(printed) == [1, 2] and steps_in(printed, "Eval at step") == [0, 2]
-    assert [path.name for path in tmp_path.glob("runs/*/*.pt")] == ["checkpoint_00000002.pt"]
-
-
 @slow
 def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
     given = dict(preset="tiny", n_train_steps=30, eval_every=0, n_eval_problems=200)
