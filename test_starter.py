@@ -16,6 +16,7 @@ import statistics
 from collections import Counter
 from unittest import mock
 
+import numpy
 import pytest
 
 import starter  # before torch, for which it sets variables
@@ -209,10 +210,11 @@ def test_sampling_ignores_train_mode_checkpointing_and_the_generation_config(pol
 def test_seeds_of_runs_steps_and_purposes_differ_and_seed_the_global_generators():
     """A CPU generator reads 32 bits of its seed, and each response adds its number to it."""
 
-    def drawn(seed, purpose):  # the last two by a reward of yours
+    def drawn(seed, purpose):  # the last three by a reward of yours
         return (
             starter.seed_everything(cfg_with(seed=seed), purpose),
             random.random(),
+            numpy.random.rand(),
             torch.rand(()).item(),
         )
 
@@ -222,7 +224,7 @@ def test_seeds_of_runs_steps_and_purposes_differ_and_seed_the_global_generators(
     seeds, *numbers = zip(*outcomes)
     assert max(seeds) < 2**32
     assert min(abs(a - b) for a, b in itertools.combinations(seeds, 2)) > 2**12
-    assert [len({*drawn}) for drawn in numbers] == [len(runs)] * 2
+    assert [len({*drawn}) for drawn in numbers] == [len(runs)] * 3
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 257, 3001])
