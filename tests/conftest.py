@@ -37,6 +37,19 @@ def plain_functions_before_and_after(monkeypatch):  # which ends later than this
     edits.restore()
 
 
+@pytest.fixture
+def without_support(monkeypatch):
+    monkeypatch.setattr(starter, "find_support", lambda: None)
+
+
+@pytest.fixture(params=[True, False])
+def with_support(request):
+    """A test that takes it runs with support/, and without it."""
+    if not request.param:
+        request.getfixturevalue("without_support")
+    return request.param
+
+
 def needs_vllm(test):
     is_missing = not importlib.util.find_spec("vllm")
     return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))

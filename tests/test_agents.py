@@ -367,14 +367,6 @@ def play(checkpoint, folder, agent, **changes):
     return scalars(starter.main(**{**given, "agent": agent})["run_folder"])
 
 
-def test_response_without_a_reward_leaves_its_group(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        answer = await ask(problem["prompt"])
-        return None if len(answer) % 2 else variety(answer, problem)
-
-    assert 0 < play(checkpoint, tmp_path, agent)["train/unscored_frac"][1] < 1
-
-
 def test_agent_that_mostly_returns_nothing_is_warned_of(checkpoint, tmp_path, capsys):
     async def agent(problem, ask):
         await ask(problem["prompt"])
@@ -435,24 +427,6 @@ def test_agent_that_never_asks_learns_nothing_beside_others_that_do(checkpoint, 
     assert math.isfinite(play(checkpoint, tmp_path, sometimes)["train/loss"][1])
     with pytest.raises(starter.RunStopped, match="no agent asked the policy for anything"):
         play(checkpoint, tmp_path, never)
-
-
-def test_two_questions_at_once_are_refused(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        await asyncio.gather(ask(problem["prompt"]), ask(problem["prompt"]))
-
-    with pytest.raises(starter.InputError, match="asked twice at once; await each ask()"):
-        play(checkpoint, tmp_path, agent)
-
-
-def test_question_that_is_not_awaited_is_refused(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        answer = await ask(problem["prompt"])
-        ask("and now?")
-        return variety(answer, problem)
-
-    with pytest.raises(starter.InputError, match=r"called ask\(\) without await"):
-        play(checkpoint, tmp_path, agent)
 
 
 def test_agent_that_asks_without_end_and_catches_everything_is_ended(checkpoint, tmp_path):
@@ -525,18 +499,40 @@ def test_what_is_no_agent_is_refused(checkpoint, tmp_path, changes, words):
         starter.main(**{**given, **changes})
 
 
-@pytest.mark.parametrize("result", ["good", [1.0, 2.0]])
-def test_result_that_is_no_number_is_refused(checkpoint, tmp_path, result):
-    async def agent(problem, ask):
-        await ask(problem["prompt"])
-        return result
+async def asks_twice_at_once(problem, ask):
+    await asyncio.gather(ask(problem["prompt"]), ask(problem["prompt"]))
 
-    with pytest.raises(starter.InputError, match="must return one number, or None"):
+
+async def forgets_to_await(problem, ask):
+    answer = await ask(problem["prompt"])
+    ask("and now?")
+    return variety(answer, problem)
+
+
+async def returns_a_text(problem, ask):
+    return await ask(problem["prompt"])
+
+
+async def returns_two_numbers(problem, ask):
+    await ask(problem["prompt"])
+    return [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "agent, words",
+    [
+        (asks_twice_at_once, "asked twice at once; await each ask()"),
+        (forgets_to_await, r"called ask\(\) without await"),
+        (returns_a_text, "must return one number, or None"),
+        (returns_two_numbers, "must return one number, or None"),
+    ],
+)
+def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
+    with pytest.raises(starter.InputError, match=words):
         play(checkpoint, tmp_path, agent)
 
 
-def test_agent_needs_support(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(starter, "find_support", lambda: None)
+def test_agent_needs_support(checkpoint, tmp_path, without_support):
     with pytest.raises(starter.InputError, match="need the folder support/ beside this file"):
         starter.main(**agent_settings(checkpoint, tmp_path))
 

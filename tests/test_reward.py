@@ -348,11 +348,8 @@ def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(mo
     assert max(most) == 2 and len(loops) == 1
 
 
-@pytest.mark.parametrize("with_support", [True, False])
-def test_response_without_a_score_has_a_reward_of_nan(with_support, monkeypatch):
+def test_response_without_a_score_has_a_reward_of_nan(with_support):
     """Of such rewards test_starter.py has the advantages."""
-    if not with_support:
-        monkeypatch.setattr(starter, "find_support", lambda: None)
     numbers = {"x": None, "y": 0.5, "z": math.nan, "u": 0}
     _, found = score("xyzu", [{}], lambda text, problem: numbers[text])
     assert found.tolist() == pytest.approx([math.nan, 0.5, math.nan, 0], nan_ok=True)
@@ -401,9 +398,8 @@ def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_pa
     assert cancelled.wait(10)
 
 
-def test_reward_of_several_numbers_is_refused_without_support_too(monkeypatch):
+def test_reward_of_several_numbers_is_refused_without_support_too(without_support):
     """As a table it would be taken for the rewards of several responses."""
-    monkeypatch.setattr(starter, "find_support", lambda: None)
     responses = [Response([5], [6, 1], [0.0, 0.0], True)] * 2
     for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong"):
         with pytest.raises(starter.InputError, match="must return one number, or None"):

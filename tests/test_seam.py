@@ -483,17 +483,12 @@ def test_function_around_a_mechanic_after_a_run_that_failed_runs_in_the_next(
 
 # 6. Edits with vLLM, which draws the tokens by itself
 
-WITH_VLLM = {  # text of starter.py: text in its place; whether the log says that it has no part
-    "sampling parameters": (
-        "            temperature=temperature,\n            max_tokens",
-        "            temperature=temperature,\n            min_p=0.05,\n            max_tokens",
-        False,
-    ),
-    "drawing": (
-        "tokens = draw_from(probs, uniform)",
-        "tokens = draw_from(probs.square(), uniform)",
-        True,
-    ),
+WITH_VLLM = {
+    "            temperature=temperature,\n            max_tokens": """\
+            temperature=temperature,
+            min_p=0.05,
+            max_tokens""",
+    "tokens = draw_from(probs, uniform)": "tokens = draw_from(probs.square(), uniform)",
 }
 
 
@@ -504,31 +499,11 @@ def run_with_vllm(checkpoint, folder):
     starter.main(**given, max_sampler_diff=float("inf"))
 
 
-def run_with_longer_responses(checkpoint, folder):
-    starter = import_copy(folder)
-    with pytest.raises(starter.RunStopped, match="vLLM was started for .* give main.. the largest"):
-        starter.main(**settings(checkpoint, f"{folder}/runs", engine="vllm"))
-
-
 @needs_vllm
-@pytest.mark.parametrize("name", WITH_VLLM)
-def test_edit_of_sampling_without_a_part_beside_vllm_is_said_and_no_other(
-    name, checkpoint, tmp_path
-):
-    old, new, has_no_part = WITH_VLLM[name]
-    call = str(checkpoint), write_copy(tmp_path / "copy", edited_text({old: new}), True)
+def test_edit_of_sampling_without_a_part_beside_vllm_is_said_and_no_other(checkpoint, tmp_path):
+    """One of its sampling parameters has a part, one of the drawing has none."""
+    call = str(checkpoint), write_copy(tmp_path / "copy", edited_text(WITH_VLLM), True)
     [outcome] = in_forks("test_seam", "run_with_vllm", [call], tmp_path)
     assert outcome["status"] == 0, outcome["stdout"][-1000:] + outcome["stderr"][-3000:]
-    words = "edited, but without a part in this step: draw_tokens;"
-    assert (words in outcome["stdout"]) == has_no_part
-    assert ("without a part" in outcome["stdout"]) == has_no_part
-
-
-@needs_vllm
-def test_longer_responses_than_vllm_was_started_for_are_refused(checkpoint, tmp_path):
-    """As where max_new_tokens grows in the loop."""
-    longer = "        start = time.perf_counter()\n"
-    text = edited_text({longer: longer + "        cfg.max_new_tokens += 2\n"})
-    call = str(checkpoint), write_copy(tmp_path / "copy", text, True)
-    [outcome] = in_forks("test_seam", "run_with_longer_responses", [call], tmp_path)
-    assert outcome["status"] == 0, outcome["stdout"][-1000:] + outcome["stderr"][-3000:]
+    assert "edited, but without a part in this step: draw_tokens;" in outcome["stdout"]
+    assert outcome["stdout"].count("without a part") == 1
