@@ -46,6 +46,7 @@ from lab.small_models import make_model
 FIND_SUPPORT = starter.find_support
 cfg_with = functools.partial(starter.cfg_with, precision="float32", engine="transformers")
 checkpoint = conftest.checkpoint  # fixtures
+gradients = conftest.gradients
 plain_functions = conftest.plain_functions_before_and_after
 
 
@@ -941,21 +942,13 @@ def test_reference_stays_and_coefficient_rate_and_ratio_are_those_of_their_updat
 @of_the_shipped_loss
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_gradient_of_a_step_of_train_matches_one_written_out(
-    checkpoint, tmp_path, path, monkeypatch, mask_truncated
+    checkpoint, tmp_path, path, monkeypatch, gradients, mask_truncated
 ):
     """From the sampled responses and their texts to the gradient that is clipped: own rewards, own
     advantages, the mean of each response, the model's own logits. Some responses are cut, and some
     groups have equal rewards."""
-    gradients = []
-    shipped = starter.clip_gradient
-
-    def clip_gradient(parameters, max_norm):
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        return shipped(parameters, max_norm)
-
     scored = mock.Mock(wraps=starter.score)
     monkeypatch.setattr(starter, "score", scored)
-    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
     result = train(
         checkpoint,
         tmp_path,

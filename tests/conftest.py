@@ -163,6 +163,20 @@ def gradient_of(model):
     return parameters_to_vector(parameter.grad for parameter in model.parameters())
 
 
+@pytest.fixture
+def gradients(monkeypatch):
+    """Returns a list of the gradients of all updates, before they are clipped."""
+    found = []
+    shipped = starter.clip_gradient
+
+    def clip_gradient(parameters, max_norm):
+        found.append(parameters_to_vector(parameter.grad for parameter in parameters))
+        return shipped(parameters, max_norm)
+
+    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
+    return found
+
+
 def interrupt_twice():
     """Sends this process SIGINT, soon and a second later."""
     for seconds in (0.2, 1.2):

@@ -181,23 +181,18 @@ def test_conversation_is_that_of_the_template_with_the_sampled_ids(tmp_path, cap
 
 
 @of_the_shipped_loss
-def test_gradient_of_a_step_of_agents_matches_one_written_out(checkpoint, tmp_path, monkeypatch):
+def test_gradient_of_a_step_of_agents_matches_one_written_out(
+    checkpoint, tmp_path, monkeypatch, gradients
+):
     """What was read has no weight, no KL, and no part in lengths and means."""
-    gradients = []
-    shipped = starter.clip_gradient
     kept = []
     rollout = starter.rollout
-
-    def clip_gradient(parameters, max_norm):
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        return shipped(parameters, max_norm)
 
     def keep(*arguments):
         kept.append(rollout(*arguments))
         return kept[-1]
 
     monkeypatch.setattr(starter, "rollout", keep)
-    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
     given = agent_settings(
         checkpoint, tmp_path, n_train_steps=1, loss_average="grpo", normalize_by_std=False
     )
