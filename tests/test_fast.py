@@ -92,8 +92,10 @@ def test_statistics_and_gradients_match_the_plain_function(family, monkeypatch):
     expected = [outputs(model, rows, ref_model) for ref_model in references]
     assert (expected[1]["kl_per_token"] > 1e-3).all() and expected[0]["rank"].max() > 1
     edits.replace(token_statistics=fast.token_statistics)
-    for logits_at_once in (1 << 24, 7 * 61):
+    on_a_gpu = set()  # prompts are read again for each row
+    for logits_at_once, devices in ((1 << 24, {"cpu"}), (7 * 61, {"cpu"}), (1 << 24, on_a_gpu)):
         monkeypatch.setitem(fast.LOGITS_AT_ONCE, "cpu", logits_at_once)
+        monkeypatch.setattr(fast, "PROMPTS_READ_ONCE", devices)
         for ref_model, plain in zip(references, expected):
             assert_equal_outputs(outputs(model, rows, ref_model), plain)
 
