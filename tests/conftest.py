@@ -37,6 +37,19 @@ def plain_functions_before_and_after(monkeypatch):  # which ends later than this
     edits.restore()
 
 
+@pytest.fixture
+def without_support(monkeypatch):
+    monkeypatch.setattr(starter, "find_support", lambda: None)
+
+
+@pytest.fixture(params=[True, False])
+def with_support(request):
+    """A test that takes it runs with support/, and without it."""
+    if not request.param:
+        request.getfixturevalue("without_support")
+    return request.param
+
+
 def needs_vllm(test):
     is_missing = not importlib.util.find_spec("vllm")
     return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="vLLM is not installed")(test))
@@ -148,6 +161,20 @@ def advantages_by_loops(rewards, group_size, eps, normalize_by_std):
 
 def gradient_of(model):
     return parameters_to_vector(parameter.grad for parameter in model.parameters())
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """Returns a list of the gradients of all updates, before they are clipped."""
+    found = []
+    shipped = starter.clip_gradient
+
+    def clip_gradient(parameters, max_norm):
+        found.append(parameters_to_vector(parameter.grad for parameter in parameters))
+        return shipped(parameters, max_norm)
+
+    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
+    return found
 
 
 def interrupt_twice():

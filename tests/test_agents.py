@@ -181,37 +181,26 @@ def test_conversation_is_that_of_the_template_with_the_sampled_ids(tmp_path, cap
 
 
 @of_the_shipped_loss
-@pytest.mark.parametrize("with_kl", [False, True])
 def test_gradient_of_a_step_of_agents_matches_one_written_out(
-    checkpoint, tmp_path, monkeypatch, with_kl
+    checkpoint, tmp_path, monkeypatch, gradients
 ):
     """What was read has no weight, no KL, and no part in lengths and means."""
-    gradients = []
-    shipped = starter.clip_gradient
     kept = []
     rollout = starter.rollout
-
-    def clip_gradient(parameters, max_norm):
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        return shipped(parameters, max_norm)
 
     def keep(*arguments):
         kept.append(rollout(*arguments))
         return kept[-1]
 
     monkeypatch.setattr(starter, "rollout", keep)
-    monkeypatch.setattr(starter, "clip_gradient", clip_gradient)
     given = agent_settings(
         checkpoint, tmp_path, n_train_steps=1, loss_average="grpo", normalize_by_std=False
     )
-    if with_kl:
-        given |= dict(use_kl_penalty=True, kl_estimator="exact", ref_model_id="tiny", kl_coef=0.5)
+    given |= dict(use_kl_penalty=True, kl_estimator="exact", ref_model_id="tiny", kl_coef=0.5)
     result = starter.main(**given)
     responses = kept[1]
     policy = starter.init_policy(checkpoint, "cpu")[0]
-    teacher = (
-        starter.init_policy("support/tiny", "cpu")[0].requires_grad_(False) if with_kl else None
-    )
+    teacher = starter.init_policy("support/tiny", "cpu")[0].requires_grad_(False)
     advantages = advantages_by_loops([response.reward for response in responses], 4, 0.0, False)
     total = 0.0
     kl_sum = 0.0
@@ -221,13 +210,10 @@ def test_gradient_of_a_step_of_agents_matches_one_written_out(
         table = policy(input_ids=ids[:, :-1]).logits[0, -n:].log_softmax(dim=1)
         written = torch.tensor([not math.isnan(x) for x in response.log_probs])
         log_probs = table.gather(1, ids[0, -n:, None])[written, 0]
-        loss = -advantage * log_probs.mean()
-        if with_kl:
-            other = teacher(input_ids=ids[:, :-1]).logits[0, -n:].log_softmax(dim=1)
-            kl = (table.exp() * (table - other)).sum(dim=1)[written]
-            loss = loss + 0.5 * kl.mean()
-            kl_sum += kl.sum().item()
-        total = total + loss / len(responses)
+        other = teacher(input_ids=ids[:, :-1]).logits[0, -n:].log_softmax(dim=1)
+        kl = (table.exp() * (table - other)).sum(dim=1)[written]
+        kl_sum += kl.sum().item()
+        total = total + (0.5 * kl.mean() - advantage * log_probs.mean()) / len(responses)
     total.backward()
     expected = gradient_of(policy)
     assert (gradients[-1] - expected).norm() < 1e-4 * expected.norm()
@@ -240,8 +226,7 @@ def test_gradient_of_a_step_of_agents_matches_one_written_out(
         log["train/turns"][1] == pytest.approx(sum(n_turns) / len(responses)) and max(n_turns) > 1
     )
     assert log["train/response_length"][1] == pytest.approx(sum(n_written) / len(responses))
-    if with_kl:
-        assert log["train/kl_per_token"][1] == pytest.approx(kl_sum / sum(n_written), rel=1e-3)
+    assert log["train/kl_per_token"][1] == pytest.approx(kl_sum / sum(n_written), rel=1e-3)
 
 
 def agent_settings(checkpoint, folder, **changes):
@@ -367,14 +352,6 @@ def play(checkpoint, folder, agent, **changes):
     return scalars(starter.main(**{**given, "agent": agent})["run_folder"])
 
 
-def test_response_without_a_reward_leaves_its_group(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        answer = await ask(problem["prompt"])
-        return None if len(answer) % 2 else variety(answer, problem)
-
-    assert 0 < play(checkpoint, tmp_path, agent)["train/unscored_frac"][1] < 1
-
-
 def test_agent_that_mostly_returns_nothing_is_warned_of(checkpoint, tmp_path, capsys):
     async def agent(problem, ask):
         await ask(problem["prompt"])
@@ -400,26 +377,27 @@ def test_error_of_an_agent_ends_the_run_and_names_the_problem(checkpoint, tmp_pa
 def test_conversation_without_room_is_cut_and_scored_0_or_what_its_agent_returns(
     checkpoint, tmp_path
 ):
-    """One that asks 50 times. What it catches leaves the reward to it."""
+    """Of every four agents one returns a reward when there is no room, and one goes on to ask,
+    whatever is raised, until it is ended."""
 
-    def agent_that(catches):
-        async def agent(problem, ask):
+    async def agent(problem, ask):
+        kind = next(count) % 4
+        while True:
             try:
-                for _ in range(50):
-                    await ask(problem["prompt"])
+                await ask(problem["prompt"])
             except agents.NoRoom:
-                if catches:
+                if kind == 0:
                     return 0.5
-                raise
-            return 1.0
+                if kind > 1:
+                    raise
+            except Exception:
+                assert kind == 1
 
-        return agent
-
-    for catches, reward in ((False, 0.0), (True, 0.5)):
-        log = play(checkpoint, tmp_path / str(catches), agent_that(catches))
-        assert log["train/reward_mean"][1] == reward
-        assert log["train/truncated_frac"][1] == 1
-        assert log["train/response_length"][1] < 60
+    count = itertools.count()
+    log = play(checkpoint, tmp_path, agent)
+    assert log["train/reward_mean"][1] == 0.5 / 4
+    assert log["train/truncated_frac"][1] == 1
+    assert log["train/response_length"][1] < 60
 
 
 def test_agent_that_never_asks_learns_nothing_beside_others_that_do(checkpoint, tmp_path):
@@ -435,36 +413,6 @@ def test_agent_that_never_asks_learns_nothing_beside_others_that_do(checkpoint, 
     assert math.isfinite(play(checkpoint, tmp_path, sometimes)["train/loss"][1])
     with pytest.raises(starter.RunStopped, match="no agent asked the policy for anything"):
         play(checkpoint, tmp_path, never)
-
-
-def test_two_questions_at_once_are_refused(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        await asyncio.gather(ask(problem["prompt"]), ask(problem["prompt"]))
-
-    with pytest.raises(starter.InputError, match="asked twice at once; await each ask()"):
-        play(checkpoint, tmp_path, agent)
-
-
-def test_question_that_is_not_awaited_is_refused(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        answer = await ask(problem["prompt"])
-        ask("and now?")
-        return variety(answer, problem)
-
-    with pytest.raises(starter.InputError, match=r"called ask\(\) without await"):
-        play(checkpoint, tmp_path, agent)
-
-
-def test_agent_that_asks_without_end_and_catches_everything_is_ended(checkpoint, tmp_path):
-    async def agent(problem, ask):
-        while True:
-            try:
-                await ask(problem["prompt"])
-            except Exception:
-                pass
-
-    log = play(checkpoint, tmp_path, agent)
-    assert log["train/reward_mean"][1] == 0 and log["train/truncated_frac"][1] == 1
 
 
 def test_agent_that_no_longer_waits_gets_no_other_answer(checkpoint, tmp_path, monkeypatch):
@@ -525,18 +473,40 @@ def test_what_is_no_agent_is_refused(checkpoint, tmp_path, changes, words):
         starter.main(**{**given, **changes})
 
 
-@pytest.mark.parametrize("result", ["good", [1.0, 2.0]])
-def test_result_that_is_no_number_is_refused(checkpoint, tmp_path, result):
-    async def agent(problem, ask):
-        await ask(problem["prompt"])
-        return result
+async def asks_twice_at_once(problem, ask):
+    await asyncio.gather(ask(problem["prompt"]), ask(problem["prompt"]))
 
-    with pytest.raises(starter.InputError, match="must return one number, or None"):
+
+async def forgets_to_await(problem, ask):
+    answer = await ask(problem["prompt"])
+    ask("and now?")
+    return variety(answer, problem)
+
+
+async def returns_a_text(problem, ask):
+    return await ask(problem["prompt"])
+
+
+async def returns_two_numbers(problem, ask):
+    await ask(problem["prompt"])
+    return [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "agent, words",
+    [
+        (asks_twice_at_once, "asked twice at once; await each ask()"),
+        (forgets_to_await, r"called ask\(\) without await"),
+        (returns_a_text, "must return one number, or None"),
+        (returns_two_numbers, "must return one number, or None"),
+    ],
+)
+def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
+    with pytest.raises(starter.InputError, match=words):
         play(checkpoint, tmp_path, agent)
 
 
-def test_agent_needs_support(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(starter, "find_support", lambda: None)
+def test_agent_needs_support(checkpoint, tmp_path, without_support):
     with pytest.raises(starter.InputError, match="need the folder support/ beside this file"):
         starter.main(**agent_settings(checkpoint, tmp_path))
 

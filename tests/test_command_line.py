@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import os
 import re
 import signal
 import subprocess
@@ -69,19 +68,6 @@ def command(checkpoint, folder, **changes):
     given = settings(checkpoint, folder, task="countdown_small", **changes)
     del given["reward"]
     return [sys.executable, "-u", starter.__file__, *(f"--{name}={x}" for name, x in given.items())]
-
-
-@pytest.mark.slow
-def test_console_that_lacks_characters_shows_others(checkpoint, tmp_path):
-    """As of Windows. The model's tokenizer knows none of these, so the prompt is shown."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "\u00e9 \U0001f600", "answer": 1}\n', "utf-8")
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "\u00e9\u00e9", "answer": 1}\n', "utf-8")
-    given = command(checkpoint, tmp_path / "runs", n_train_steps=1)
-    given += [f"--task={tmp_path}/data.jsonl", f"--eval_file={tmp_path}/eval.jsonl"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(given, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Sample: '??'" in done.stdout
 
 
 @pytest.mark.slow

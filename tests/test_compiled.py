@@ -245,18 +245,6 @@ def test_logits_that_a_gpu_holds_at_once_fit_beside_a_model(monkeypatch):
     assert 20 * fast.LOGITS_AT_ONCE["cuda"] < 6e9
 
 
-def test_statistics_where_prompts_are_read_again_for_each_row_are_the_plain_ones(
-    checkpoint, monkeypatch
-):
-    """As on a GPU."""
-    monkeypatch.setattr(fast, "PROMPTS_READ_ONCE", set())
-    policy, _ = starter.init_policy(checkpoint, "cpu")
-    batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))
-    expected = edits.OWN["token_statistics"](policy, batch, 1.0)
-    for name, values in fast.token_statistics(policy, batch, 1.0).items():
-        torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-5)
-
-
 def test_weights_are_cast_once_an_update_with_that_switch():
     """Each of 28 linear layers in the second microbatch again without it."""
     batch = make_step(make_responses((9, 12, 5, 12), vocabulary=30))

@@ -579,11 +579,18 @@ def compare_with_loss(checkpoint, folder, name):
 
 # The tests
 
-ALL = pytest.param([*EDITS], marks=pytest.mark.slow)
+ALL = [*EDITS]
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("with_support", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("names", [["entropy_bonus"], ALL])
+@pytest.mark.parametrize(
+    "names, with_support",
+    [
+        (["entropy_bonus"], True),
+        pytest.param(ALL, True, marks=slow),
+        pytest.param(ALL, False, marks=slow),
+    ],
+)
 def test_edits_take_effect(names, with_support, tmp_path):
     model = save_checkpoint(tmp_path / "model")
     skills = [f'{{"prompt": "sort {i}", "answer": 1, "skill": "sort"}}\n' for i in range(20)]
@@ -615,14 +622,14 @@ def run_with_mechanics_edited(checkpoint, folder):
     assert not_called == {"init_vllm", "load_policy_into_vllm_instance", "load_checkpoint"}
 
 
-@pytest.mark.slow
+@slow
 def test_edited_mechanics_run_in_the_place_of_those_of_support(checkpoint, tmp_path):
     call = str(checkpoint), write_copy(tmp_path / "copy", edited_text({}), True)
     [outcome] = in_forks("test_edits", "run_with_mechanics_edited", [call], tmp_path)
     assert outcome["status"] == 0, outcome["stderr"]
 
 
-@pytest.mark.slow
+@slow
 def test_function_that_is_set_between_two_runs_runs_in_the_second(
     checkpoint, tmp_path, monkeypatch
 ):

@@ -2,7 +2,6 @@
 happens after steps that are skipped."""
 
 import itertools
-import json
 import math
 import os
 import signal
@@ -17,7 +16,7 @@ from conftest import make_responses, make_tokenizer, scalars, settings, variety
 
 import starter
 from starter import InputError, RunStopped
-from support import guards, resumed, steps
+from support import guards
 
 
 WITH_KL = dict(precision="bf16", use_kl_penalty=True, n_train_steps=3, eval_every=2)
@@ -288,69 +287,6 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
         for n, resume in ((1, None), (2, True)):
             starter.main(**settings(checkpoint, tmp_path, n_train_steps=n, resume=resume))
     assert capsys.readouterr().out.count("Warning: it drifts") == 1
-
-
-# What fails while it looks on
-
-
-def looked(looking, step):
-    """What train() asks for in a step that is evaluated. Returns whether the run is to end."""
-    wants_end = looking.after_step(step, FINE, *STEP_DATA)
-    metrics = {"solved": 0.5, "reward_mean": 0.5}
-    looking.after_evaluation(step, metrics, [({"prompt": "p"}, "t0", 0.1)])
-    return wants_end
-
-
-@pytest.mark.parametrize(
-    "owner, name, what",
-    [
-        (steps.Page, "after_step", "steps.html"),
-        (resumed, "keep", "state"),
-        (guards.Guards, "log_step", "the log of more numbers"),
-        (guards, "step_signs", "the warnings of steps"),
-        (guards.Guards, "log_evaluation", "the log of evaluations"),
-        (guards, "evaluation_signs", "the warnings of evaluations"),
-    ],
-)
-def test_what_fails_while_it_looks_on_ends_alone_with_one_line(
-    watch, monkeypatch, capsys, owner, name, what
-):
-    looking = watch()
-    assert not looked(looking, 1) and "ends here" not in capsys.readouterr().out
-    failing = mock.Mock(side_effect=ZeroDivisionError("x"))
-    monkeypatch.setattr(owner, name, failing)
-    looking.run.log.reset_mock()
-    assert not looked(looking, 4) and not looked(looking, 9)
-    failing.assert_called_once()
-    [line] = [x for x in capsys.readouterr().out.splitlines() if "ends here" in x]
-    assert line.startswith(f"{what} ends here: ZeroDivisionError('x') (mock.py, line ")
-    assert looking.run.log.call_count == (2 if "log" in what else 4)
-    shown = [json.loads(step)["step"] for step in looking.run.state["steps_shown"]]
-    assert shown == ([1] if name == "after_step" else [1, 4, 9])
-
-
-# What no checkpoint holds
-
-
-def test_what_no_checkpoint_holds_is_said(capsys):
-    """A reference that moves between two parts of a run, and what the optimiser has beside the
-    policy."""
-    torch.manual_seed(0)
-    policy, reference, other = (torch.nn.Linear(3, 200) for _ in range(3))
-    optimizer = torch.optim.SGD(policy.parameters())
-    run = mock.Mock(state={"step": 1})
-
-    def said():
-        resumed.say_what_is_new(run, policy, reference, optimizer)
-        resumed.keep(run, reference)
-        return capsys.readouterr().out
-
-    assert said() == said() == ""
-    reference.weight.data[0, 0] += 0.1
-    assert said().startswith("resume: the reference is another one than before")
-    optimizer.add_param_group({"params": [*other.parameters()]})
-    assert said().startswith("2 of the optimiser's parameters are none of the policy's")
-    starter.check_can_be_read_back(run.state)
 
 
 # Steps that are skipped

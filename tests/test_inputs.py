@@ -209,7 +209,6 @@ def test_hub_that_cannot_be_reached_is_named_and_its_cache_used(name, monkeypatc
 OWN_CODE = b'"own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}'
 
 
-@pytest.mark.parametrize("with_support", [True, False])
 @pytest.mark.parametrize(
     "name, old, new",
     [
@@ -222,8 +221,6 @@ OWN_CODE = b'"own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM"
 def test_broken_checkpoint_is_refused_in_one_sentence(
     checkpoint, tmp_path, monkeypatch, name, old, new, with_support
 ):
-    if not with_support:
-        monkeypatch.setattr(starter, "find_support", lambda: None)
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     path = tmp_path / name
     path.write_bytes(path.read_bytes().replace(old, new, 1))
@@ -254,16 +251,14 @@ def test_quantised_checkpoint_is_refused_with_the_name_of_the_whole_one(method, 
     )
 
 
-@pytest.mark.parametrize("n_bits", [4, 8])
 def test_quantised_checkpoint_is_refused_without_support_too(
-    checkpoint, tmp_path, monkeypatch, n_bits
+    checkpoint, monkeypatch, without_support
 ):
     """One of torchao's kind that transformers loads without a package: its weights are there."""
     policy, _ = starter.init_policy(checkpoint, "cpu")
-    policy.config.quantization_config = {"quant_method": "x", "bits": n_bits}
+    policy.config.quantization_config = {"quant_method": "x", "bits": 4}
     load = mock.Mock(return_value=(policy, {"missing_keys": [], "unexpected_keys": []}))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(starter, "find_support", lambda: None)
     assert "holds quantised weights" in refusal(starter.init_policy, str(checkpoint), "cpu")
 
 
@@ -294,13 +289,8 @@ def with_more_weights(checkpoint, folder, name):
     return str(folder)
 
 
-@pytest.mark.parametrize("with_support", [True, False])
-def test_weights_that_the_model_lacks_are_named(
-    checkpoint, tmp_path, capsys, monkeypatch, with_support
-):
+def test_weights_that_the_model_lacks_are_named(checkpoint, tmp_path, capsys, with_support):
     """As those of a layer that config.json does not count."""
-    if not with_support:
-        monkeypatch.setattr(starter, "find_support", lambda: None)
     name = "model.layers.2.mlp.up_proj.weight"
     starter.init_policy(with_more_weights(checkpoint, tmp_path / "a", name), "cpu")
     assert f"holds 1 weights that its model lacks: ['{name}']" in capsys.readouterr().out

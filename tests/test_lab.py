@@ -103,6 +103,7 @@ def test_converted_model_answers_and_trains(tmp_path, capsys):
     [text] = real_model.greedy(model, tokenizer, ["What is the capital of France?"])
     assert real_model.names_answer(text, "Paris")
     given = settings(folder, tmp_path, task="addition", n_train_steps=1, learning_rate=1e-4)
+    given |= dict(rollout_batch_size=8, n_eval_problems=2)
     log = scalars(starter.main(**given, use_kl_penalty=True)["run_folder"])
     assert log["train/kl_per_token"][1] < 1e-6
     assert log["train/sampler_logprob_diff"][1] < 1e-3

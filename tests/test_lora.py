@@ -89,6 +89,22 @@ def test_policy_without_its_adapters_is_the_reference(is_fast, estimator, tmp_pa
 LORA = dict(lora_rank=4, use_kl_penalty=True, kl_coef=0.1, learning_rate=1e-2)
 
 
+def assert_saved_adapters_make_the_saved_model(base, folder):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    load = AutoModelForCausalLM.from_pretrained
+    merged, without = (load(path)(ids).logits for path in (folder / "model", base))
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapters")
+    torch.testing.assert_close(adapted(ids).logits, merged, rtol=0, atol=1e-5)
+    assert (merged - without).abs().max() > 0.01
+
+
+@pytest.mark.slow
+def test_saved_adapters_of_transposed_weights_make_the_saved_model(tmp_path):
+    base = save_checkpoint(tmp_path / "base", family="GPT2")
+    folder = starter.main(**settings(base, tmp_path, **LORA))["run_folder"]
+    assert_saved_adapters_make_the_saved_model(base, folder)
+
+
 @pytest.mark.slow
 def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint, tmp_path):
     changes = dict(LORA, n_train_steps=2, save_every=1)
@@ -109,19 +125,7 @@ def test_run_with_adapters_learns_saves_and_resumes_to_the_same_bits(checkpoint,
     changed = {name for name in before if not torch.equal(before[name], ours[name])}
     assert ours.keys() == before.keys()
     assert changed == {name for name in before if "_proj.weight" in name}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])  # whose weights are transposed
-def test_saved_adapters_make_the_saved_model_of_the_base(tmp_path, family):
-    base = save_checkpoint(tmp_path / "base", family=family)
-    folder = starter.main(**settings(base, tmp_path, **LORA))["run_folder"]
-    ids = torch.tensor([[5, 6, 7, 8]])
-    load = AutoModelForCausalLM.from_pretrained
-    merged, without = (load(path)(ids).logits for path in (folder / "model", base))
-    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapters")
-    torch.testing.assert_close(adapted(ids).logits, merged, rtol=0, atol=1e-5)
-    assert (merged - without).abs().max() > 0.01
+    assert_saved_adapters_make_the_saved_model(checkpoint, whole["run_folder"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Windows, Macs, consoles and locales: what is missing there is hidden here, since no such machine
 is at hand."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ import sys
 import starter
 from conftest import settings
 given = settings(sys.argv[1], sys.argv[2], n_train_steps=2, save_every=1, use_kl_penalty=True)
+given["task"] = sys.argv[3]
 starter.test_functions()
 starter.main(**given)
 starter.main(**given | dict(n_train_steps=3, resume=True))
@@ -76,8 +78,13 @@ def run_program(program, *arguments, folder=REPOSITORY, **environment):
 
 @pytest.mark.slow
 def test_run_trains_saves_and_resumes_on_windows_with_a_console_of_ascii(checkpoint, tmp_path):
+    """Which shows others in the place of characters that it lacks."""
     program = AS_ON_WINDOWS + OTHER_LOCALE + TRAIN
-    printed, errors = run_program(program, checkpoint, tmp_path, PYTHONIOENCODING="ascii")
+    lines = [f'{{"prompt": "\u00e9 {i}\U0001f600", "answer": 1}}\n' for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(lines), "utf-8")
+    given = checkpoint, tmp_path / "runs", tmp_path / "data.jsonl"
+    printed, errors = run_program(program, *given, PYTHONIOENCODING="ascii")
+    assert re.search(r"Sample: '\? \d+\?'", printed)
     assert " after step 2\n" in printed and "Step 3/" in printed
     assert "ok: test_step" in printed and "FAILED" not in printed
     for line in errors.splitlines():

@@ -86,11 +86,8 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 ANSWER = {"role": "assistant", "content": "4"}
 
 
-@pytest.mark.parametrize("with_support", [True, False])
-def test_prompts_are_texts_or_chats_and_other_keys_stay(with_support, monkeypatch, tmp_path):
+def test_prompts_are_texts_or_chats_and_other_keys_stay(with_support, tmp_path):
     """As editors and Windows write it, too: a byte order mark and carriage returns."""
-    if not with_support:
-        monkeypatch.setattr(starter, "find_support", lambda: None)
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 12}\r\n'
@@ -221,8 +218,7 @@ def test_mistake_in_a_line_is_named(tmp_path, line, message):
 @pytest.mark.parametrize(
     "line, message", [(b"{", "line 3 is no JSON .Exp"), (b'{"prompt": "a"}', "line 3 .*'answer'")]
 )
-def test_mistake_in_a_line_is_named_without_support(tmp_path, monkeypatch, line, message):
-    monkeypatch.setattr(starter, "find_support", lambda: None)
+def test_mistake_in_a_line_is_named_without_support(tmp_path, without_support, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n\n' + line + b"\n")
     with pytest.raises(InputError, match=message):

@@ -285,25 +285,21 @@ def test_full_disk_leaves_the_last_checkpoint_whole_and_nothing_half_written(
     assert resumed["after"] == on_a_large_disk(kind)
 
 
-@pytest.mark.parametrize(
-    "owner, name, what",
-    [
-        (report, "draw", "curve.png"),
-        (report, "write_report", "the report"),
-        (steps.Page, "add", "steps.html"),
-    ],
-)
 @slow
-def test_full_disk_costs_a_picture_and_not_the_run(
-    checkpoint, small_disk, capsys, monkeypatch, owner, name, what
-):
+def test_full_disk_costs_pictures_and_not_the_run(checkpoint, small_disk, capsys, monkeypatch):
+    """It is full after a step, and again for the report and all that comes after it."""
     monkeypatch.setattr(report, "draw", draw)
     given = settings(checkpoint, small_disk / "runs", n_train_steps=1)
-    full = at_call(owner, name, 1, lambda: fill(small_disk))
+    full = [
+        at_call(owner, name, 1, lambda: fill(small_disk))
+        for owner, name in ((steps.Page, "add"), (report, "write_report"))
+    ]
     emptied = at_call(starter.Run, "save", None, lambda: (small_disk / "other").unlink(True))
-    with full, emptied:
+    with full[0], full[1], emptied:
         result = run("support", **given)
-    assert f"{what} ends here: OSError(28" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for what in ("steps.html", "the report", "curve.png"):
+        assert f"{what} ends here: OSError(28" in printed
     left = [path.name for path in result["run_folder"].iterdir() if "unfinished" in path.name]
     assert not left and (result["run_folder"] / "model" / "model.safetensors").is_file()
 
@@ -474,27 +470,6 @@ def test_samples_and_evaluations_are_at_the_step_that_they_name(checkpoint, tmp_
         run("support", **settings(checkpoint, tmp_path, eval_every=2, n_train_steps=3))
     step = ["sample", "update"]
     assert order == ["sample", 0, *step, 1, *step, 2, "sample", 2, *step, 3, "sample", 3]
-
-
-@pytest.mark.parametrize("name", ["after_step", "after_evaluation"])
-def test_edit_that_sets_run_stop_ends_the_run_after_its_step(checkpoint, tmp_path, capsys, name):
-    """Which is evaluated and saved. So does one that sets it at an evaluation."""
-    looking = mock.Mock()
-    looking.after_step.return_value = False
-
-    def watch(run, *others):
-        def stop(step, *others):
-            run.stop = run.stop or step == 2
-            return False
-
-        getattr(looking, name).side_effect = stop
-        return looking
-
-    with mock.patch.object(guards, "Guards", watch):
-        run("support", **full_settings(checkpoint, tmp_path, save_every=0, eval_every=2))
-    printed = capsys.readouterr().out
-    assert steps_in(printed) == [1, 2] and steps_in(printed, "Eval at step") == [0, 2]
-    assert [path.name for path in tmp_path.glob("runs/*/*.pt")] == ["checkpoint_00000002.pt"]
 
 
 @slow

@@ -3,8 +3,6 @@
 import json
 import shutil
 
-import pytest
-
 import starter
 
 from conftest import make_tokenizer, settings
@@ -18,13 +16,10 @@ ROWS = [
 ANSWERS = {"add 1 1": "2", "sort 21": "12", "sort 43": "43", "max 56": "6"}
 
 
-@pytest.mark.parametrize("with_support", [True, False])
 def test_evaluation_answers_other_skills_whatever_the_reward_is(
     checkpoint, tmp_path, monkeypatch, capsys, with_support
 ):
     """They lie beside the model. They are never trained on."""
-    if not with_support:
-        monkeypatch.setattr(starter, "find_support", lambda: None)
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").unlink()
     (model / "retention.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
