@@ -133,6 +133,7 @@ def find_support():
 #             for b in range(50):
 #                 part = held_out if is_held_out(a, b) else train
 #                 part.append({"prompt": f"{a} + {b}", "answer": a + b})
+#         random.Random(0).shuffle(held_out)  # its first n_eval_problems are asked
 #         return train, held_out
 
 TASKS = {}  # name: task; add yours here, or give the function itself. support/tasks.py adds some.
@@ -225,7 +226,7 @@ def load_problems(cfg):
 def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step (from 0). The list is shuffled anew for each pass over
     it; where a pass ends within a step, a problem can come twice in that step. The choice depends
-    on step and seed alone, so that a resumed run sees the same ones."""
+    on step, n and seed alone, so that a resumed run sees the same ones."""
     pass_number, start = divmod(step * n, len(problems))
     upcoming = []  # from the beginning of this pass on
     while len(upcoming) < start + n:
@@ -338,6 +339,15 @@ def set_train_mode_of_checkpointed_layers(policy):
     for module in policy.modules():
         can_be_run_again = hasattr(module, "gradient_checkpointing")
         module.training = can_be_run_again  # module.train() would reach those inside of it, too
+        if can_be_run_again:
+            turn_dropout_off(module)
+
+
+def turn_dropout_off(layer):
+    """In train mode the layers of some families, such as OPT, drop out by themselves."""
+    for name, value in vars(layer).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(layer, name, 0.0)
 
 
 def find_stop_tokens(policy, tokenizer):
@@ -395,8 +405,8 @@ def ids_of_prompt(problem, tokenizer, enable_thinking):
 def context_length(policy):
     """Returns how many tokens the model can read, prompt and response together."""
     config = policy.config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or math.inf
-    return length if length > 0 else math.inf  # some say -1 for no limit
+    length = getattr(config, "max_position_embeddings", None) or -1
+    return length if length > 0 else sys.maxsize  # some say -1 for no limit
 
 
 def with_prompt_ids(problems, policy, tokenizer, cfg):
@@ -681,7 +691,13 @@ def tagged_answer(text):
 def last_number(text):
     """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
     number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-    return "".join(re.findall(number, text, re.ASCII)[-1:]).rstrip(",")
+    found = re.findall(number, with_plain_minus(text), re.ASCII)
+    return "".join(found[-1:]).rstrip(",")
+
+
+def with_plain_minus(text):
+    """Puts "-" in the place of the typographical minus."""
+    return text.replace("\u2212", "-")
 
 
 def is_right(answer, problem):
@@ -719,12 +735,15 @@ def call_reward(reward, text, problem, **more):
 def number_from(value, text):
     """What a reward returned -> a number, None as nan."""
     try:
-        return math.nan if value is None else float(value)
+        number = math.nan if value is None else float(value)
+        if math.isinf(number):  # no mean of the group would be left
+            raise ValueError
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the reward returned {value!r:.100} for the response {text!r:.200}; it must return "
-            "one number, or None"
+            "one finite number, or None"
         ) from error
+    return number
 
 
 def texts_of(responses, tokenizer):
@@ -766,7 +785,7 @@ def same_answer(answer, gold):
 def normalized_answer(text):
     """Returns the number that a text is, or the text without differences of case, spaces, and how
     an accent is written."""
-    text = unicodedata.normalize("NFC", text).replace("\u2212", "-")  # a typographical minus
+    text = unicodedata.normalize("NFC", with_plain_minus(text))
     text = " ".join(text.split()).casefold().removesuffix(".")
     number = number_of(text)
     return text if number is None else number
@@ -1526,11 +1545,6 @@ def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, sca
     return {name: value.item() for name, value in sums.items()}
 
 
-def clip_gradient(parameters, max_norm):
-    """Scales the gradient down to this norm if it is longer. Returns its norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
-
-
 # Sampling
 
 
@@ -1545,10 +1559,12 @@ def read_on(policy, group, of_cache):
     it keeps no cache. Returns the (b, V) logits of the next token."""
     b, n = group.ids.shape
     n_read = 0 if group.cache is None else n - 1
+    positions = torch.arange(n_read, n, device=policy.device)
+    # Rows that have ended go on with the others, which may have more room
+    positions = positions.clamp(max=context_length(policy) - 1)
     outputs = policy(
         input_ids=group.ids[:, n_read:],
-        # Some models would count from 0 in each call
-        position_ids=torch.arange(n_read, n, device=policy.device).expand(b, -1),
+        position_ids=positions.expand(b, -1),  # some models would count from 0 in each call
         use_cache=True,
         logits_to_keep=1,
         **{of_cache: group.cache},
@@ -1817,6 +1833,7 @@ def written_whole(path, content):
     disk: it is whole, or it is not there. content: the tensors in it, whose size is compared with
     the room that is free. Raises RunStopped where it cannot be written, for whatever reason."""
     unfinished = path.with_name("unfinished")
+    remove(unfinished)  # of a run that was killed
     sizes = [x.nbytes for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
     needed = sum(sizes) / 1e9
     try:
@@ -1908,12 +1925,17 @@ def check_sampler(diff, step, first_diff, cfg):
     """Raises RunStopped where the sampler's log-probs differ from the trainer's by 1 nat per token
     (by 0.1 with vLLM) in step 1, or later by much more than in step 1, as they do if the sampler
     has stale weights."""
+    if math.isnan(diff):
+        raise RunStopped(
+            f"step {step}: the trainer's log-probs of sampled tokens are not finite; lower "
+            "learning_rate, or with precision = 'fp16' take another one"
+        )
     limit = cfg.max_sampler_diff
     if limit is None:
         limit = 0.1 if cfg.engine == "vllm" else 1.0
         if first_diff is not None:
             limit = 4 * first_diff + (2e-3 if cfg.precision == "float32" else 0.02)
-    if not diff <= limit:  # or it is nan
+    if diff > limit:
         raise RunStopped(
             f"step {step}: sampler and trainer disagree by {diff:.2g} nats per token (limit "
             f"{limit:.2g}): the sampler has stale or other weights, or draws otherwise; if on "
@@ -1934,6 +1956,11 @@ def length_of_schedule(cfg, state):
             f"began, and is {rate:g} from there on"
         )
     return n_steps
+
+
+def clip_gradient(parameters, max_norm):
+    """Scales the gradient down to this norm if it is longer. Returns its norm before."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
 
 def make_scaler(device, cfg, state):
@@ -2006,7 +2033,6 @@ def train(
         # were when they sampled: with dropout the log-probs of the two would differ.
         if cfg.gradient_checkpointing:
             set_train_mode_of_checkpointed_layers(policy)
-        run.in_update = True
         set_learning_rate(optimizer, step, n_steps, cfg)
         totals = {}  # for the log
         n_epochs = 0  # less than epochs_per_rollout, if one is skipped
@@ -2020,6 +2046,7 @@ def train(
             n_epochs += 1
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
             if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments would still move weights
+                run.in_update = True
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
             optimizer.zero_grad()
@@ -2207,6 +2234,22 @@ def save_model(run, policy, tokenizer):
             shutil.copy(other_skills, unfinished)
 
 
+def save_after_error(run, policy, optimizer):
+    """Saves a checkpoint of the last step, if the weights are those of it. The error is raised
+    again in any case, whether this works or not."""
+    step = run.state["step"]
+    if step == 0 or run.in_update:
+        return
+    try:
+        run.save(policy, optimizer)
+        print(
+            f"An error ends the run; a checkpoint of step {step} is saved; to go on: resume = "
+            f"{str(run.folder)!r}"
+        )
+    except Exception as error:
+        print(f"An error ends the run, and no checkpoint of step {step} is saved ({error!r:.300})")
+
+
 def main(
     # Model and data. None takes the preset's value, if it has one; any other value wins over it.
     preset="auto",  # a name in PRESETS; the log prints what it sets
@@ -2245,7 +2288,7 @@ def main(
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
-    reproduce_paper=False,  # True: run what is refused, since it has a wrong gradient
+    reproduce_paper=False,  # True: run what is refused (most by support/) for a wrong gradient
     # Read by the rules of adaptive KL alone, in section 9b and support/adaptive_rules.py
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token
@@ -2268,7 +2311,7 @@ def main(
     eval_temperature=0.0,  # 0: greedy
     out_dir="runs",  # each run gets a new folder in it, named by its time
     run_name="run",  # ends the folder's name
-    save_every=50,  # steps between checkpoints; 0: at the end, and with support/ after Ctrl-C
+    save_every=50,  # steps between checkpoints; 0: at the end and after errors alone
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
     # The first line, so that these are the parameters alone. None and "auto" in it are replaced
@@ -2333,12 +2376,7 @@ def main(
     try:
         train(policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model, cfg.kl_coef, watch)
     except Exception:  # of a reward, for example
-        if run.state["step"] > 0 and not run.in_update:
-            run.save(policy, optimizer)
-            print(
-                f"An error ends the run; a checkpoint of step {run.state['step']} is saved; to go "
-                f"on: resume = {str(run.folder)!r}"
-            )
+        save_after_error(run, policy, optimizer)
         raise
 
     save_model(run, policy, tokenizer)

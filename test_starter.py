@@ -201,6 +201,31 @@ def test_samples_follow_the_models_own_logits_to_their_first_stop_token(policy, 
     assert temperature == 0 or last_ids > stops  # some are cut
 
 
+def test_row_with_little_room_is_sampled_beside_one_with_more(path):
+    """It has ended before the model's learnt positions end, and the other has not."""
+    policy = path(make_model("gpt2"))
+    context = starter.context_length(policy)
+    cfg = cfg_with(stop_token_ids=[])
+    full, short = [3, 4, 5] + [6] * (context - 7), [3, 4, 5]
+    requests = [starter.Request(full, 0, 4), starter.Request(short, 1, context - 3)]
+    both = starter.rollout_with_transformers(policy, requests, cfg)
+    for request, response in zip(requests, both):
+        [alone] = starter.rollout_with_transformers(policy, [request], cfg)
+        assert response.response_ids == alone.response_ids
+        assert len(response.response_ids) == request.max_new_tokens
+
+
+def test_layers_that_are_run_again_in_the_backward_pass_do_not_drop_out():
+    policy = make_model("opt")
+    for layer in policy.model.decoder.layers:
+        layer.dropout = 0.5
+    ids = torch.arange(5, 25)[None]
+    expected = policy(input_ids=ids).logits
+    starter.enable_checkpointing(policy)
+    starter.set_train_mode_of_checkpointed_layers(policy)
+    torch.testing.assert_close(policy(input_ids=ids, use_cache=False).logits, expected)
+
+
 def test_sampling_ignores_train_mode_checkpointing_and_the_generation_config(policy, path):
     """And leaves the configuration and the global generator as they are."""
     before = sample(path(policy))
@@ -873,8 +898,9 @@ def test_check_sampler_stops_the_run_of_a_stale_sampler(limit, first_diff, chang
     """The limit is generous in the first step, and then follows what was found there."""
     cfg = cfg_with(**changes)
     starter.check_sampler(0.99 * limit, 5, first_diff, cfg)
-    for diff in (1.01 * limit, math.nan):
-        with pytest.raises(RunStopped, match="step 5: sampler and trainer disagree by"):
+    faults = {1.01 * limit: "sampler and trainer disagree by", math.nan: ".* are not finite"}
+    for diff, words in faults.items():
+        with pytest.raises(RunStopped, match=f"step 5: {words}"):
             starter.check_sampler(diff, 5, first_diff, cfg)
     starter.check_sampler(9.0, 5, 0.0, cfg_with(max_sampler_diff=math.inf))
 

@@ -152,7 +152,6 @@ def folder_of_all(path, parts):
             if is_next and not (folder / mark).is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(starter.written_whole(path, parts))
-                starter.remove(folder)  # of a run that was killed
                 folder.mkdir()
                 (folder / mark).touch()
                 is_own = True

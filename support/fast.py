@@ -74,6 +74,8 @@ def read_on(model, ids, n, cache):
     id of -1, between a prompt and what follows it, is no token: nothing looks there."""
     is_token = ids >= 0
     positions = is_token.cumsum(dim=1) - 1
+    # While decoding, rows that have ended go on with the others, which may have more room
+    positions = positions.clamp(max=starter.context_length(model) - 1)
     outputs = model.base_model(
         input_ids=ids[:, -n:],
         attention_mask=is_token,

@@ -90,16 +90,6 @@ def check_reading(policy, prompts, cfg):
             )
 
 
-def turn_dropout_off(policy):
-    """Layers that gradient checkpointing runs again are in train mode, and some families' drop out
-    by themselves."""
-    for module in policy.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(module, name, 0.0)
-
-
 def longest_row(policy, prompt, max_new_tokens):
     """Returns (1, L) ids as long as a run's longest row: the prompt, and its tokens again in any
     order. Padding's id comes first, which a policy may well sample."""
@@ -151,7 +141,6 @@ def fault_of_reading(policy, ids, lengths, cfg):
             if differ(log_probs(policy, ids[:, :n], columns), whole):
                 return "what stands after a token changes its log-probs"
         if cfg.gradient_checkpointing:
-            turn_dropout_off(policy)
             starter.set_train_mode_of_checkpointed_layers(policy)
             if differ(log_probs(policy, ids, columns), whole):
                 return "with gradient_checkpointing its log-probs change, without it perhaps not"

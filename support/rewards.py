@@ -29,7 +29,11 @@ async def results_of(values):
         if not inspect.isawaitable(value):
             return value
         async with limit:
-            return await value
+            try:
+                return await value
+            except Exception as error:
+                error.add_note("It is of the reward")
+                raise
 
     return await asyncio.gather(*map(result_of, values))
 

@@ -188,6 +188,7 @@ first 67, no: 68! | 1
 6 8 | 0
 68.5 | 0
 6.8e1 | 1
+−68 | 0
 68e5 | 0
 1,068 | 0
 <answer>68</answer> 1 | 0
@@ -320,8 +321,9 @@ def test_error_of_an_async_reward_is_raised():
     async def judge(text, problem):
         raise OSError("no judge")
 
-    with pytest.raises(OSError, match="no judge"):
+    with pytest.raises(OSError, match="no judge") as error:
         score("xy", [{}], judge)
+    assert error.value.__notes__  # for which the command line prints the whole traceback
 
 
 # Rewards that are awaited, and responses that cannot be scored
@@ -400,9 +402,9 @@ def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_pa
     assert cancelled.wait(10)
 
 
-def test_reward_of_several_numbers_is_refused_without_support_too(without_support):
-    """As a table it would be taken for the rewards of several responses."""
+def test_reward_of_several_numbers_or_of_infinity_is_refused_without_support_too(without_support):
+    """A table would be taken for the rewards of several responses; infinity leaves no mean."""
     responses = [Response([5], [6, 1], [0.0, 0.0], True)] * 2
-    for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong"):
-        with pytest.raises(starter.InputError, match="must return one number, or None"):
+    for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong", lambda *_: -math.inf):
+        with pytest.raises(starter.InputError, match="must return one finite number, or None"):
             starter.score(responses, [{"prompt": "a"}], make_tokenizer(), reward)

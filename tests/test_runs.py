@@ -190,6 +190,7 @@ def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits
     for owner, name, number, saved in (
         (starter, "problems_of_step", 1, []),  # of step 1: there is nothing to save
         (torch.optim.AdamW, "step", 6, []),  # of step 3, its second epoch
+        (starter, "clip_gradient", 5, [2]),  # in its first one, which has moved no weight yet
         (starter, "log_train", 2, [2]),
         (starter, "compute_group_normalized_advantages", 6, [5]),
     ):
@@ -203,6 +204,26 @@ def test_error_leaves_a_checkpoint_from_which_the_run_goes_on_with_the_same_bits
     resume(kind, checkpoint, tmp_path, save_every=0)
     assert "after step 5\n" in capsys.readouterr().out
     assert outcome(tmp_path) == undisturbed(kind)
+
+
+def test_checkpoint_that_fails_after_an_error_does_not_hide_it(checkpoint, tmp_path, capsys):
+    given = full_settings(checkpoint, tmp_path, save_every=0)
+    full = mock.Mock(side_effect=OSError("no room"))
+    with (
+        mock.patch.object(starter, "save_checkpoint", full),
+        at_call(starter, "log_train", 2, mock.Mock(side_effect=ZeroDivisionError)),
+        pytest.raises(ZeroDivisionError),
+    ):
+        starter.main(**given)
+    assert "no checkpoint of step 2 is saved (OSError('no room'))" in capsys.readouterr().out
+
+
+def test_what_a_kill_left_unfinished_is_no_part_of_the_next_file(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "shard").touch()
+    with starter.written_whole(tmp_path / "checkpoint", {}) as unfinished:
+        unfinished.write_text("whole")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
 @both
