@@ -304,9 +304,9 @@ EDITS = dict(
     ),
     forbidden_token=Edit(
         {
-            "    if temperature == 0:  # greedy": """\
+            "    if temperature > 0:  # what is greedy": """\
     logits = logits.index_fill(1, torch.tensor([33]), -math.inf)
-    if temperature == 0:  # greedy"""
+    if temperature > 0:  # what is greedy"""
         },
         with_exact_kl,
         KL,
