@@ -735,15 +735,12 @@ def call_reward(reward, text, problem, **more):
 def number_from(value, text):
     """What a reward returned -> a number, None as nan."""
     try:
-        number = math.nan if value is None else float(value)
-        if math.isinf(number):  # no mean of the group would be left
-            raise ValueError
+        return math.nan if value is None else float(value)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the reward returned {value!r:.100} for the response {text!r:.200}; it must return "
-            "one finite number, or None"
+            "one number, or None"
         ) from error
-    return number
 
 
 def texts_of(responses, tokenizer):

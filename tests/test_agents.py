@@ -497,8 +497,8 @@ async def returns_two_numbers(problem, ask):
     [
         (asks_twice_at_once, "asked twice at once; await each ask()"),
         (forgets_to_await, r"called ask\(\) without await"),
-        (returns_a_text, "must return one finite number, or None"),
-        (returns_two_numbers, "must return one finite number, or None"),
+        (returns_a_text, "must return one number, or None"),
+        (returns_two_numbers, "must return one number, or None"),
     ],
 )
 def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
