@@ -399,6 +399,8 @@ def ids_of_prompt(problem, tokenizer, enable_thinking):
     ids = tokenizer(problem["prompt"])["input_ids"]
     if ids and ids[-1] == tokenizer.eos_token_id:  # some put EOS behind each text
         ids = ids[:-1]
+    if not ids:
+        raise ValueError("it has no tokens")
     return ids
 
 
@@ -450,8 +452,8 @@ def tokenized(problems, policy, tokenizer, cfg):
 # 3. Rollout.  In: prompts. Out: group_size responses to each, with each sampled token's log-prob.
 #
 # rollout() calls, by way of sample() in section 11, one of two engines: rollout_with_vllm, or
-# rollout_with_transformers. For that one decode() draws the tokens one by one, from the logits that
-# start_decoding() in section 11 gives it.
+# rollout_with_transformers. The latter calls decode(), which draws the tokens one by one, from the
+# logits that start_decoding() in section 11 gives it.
 
 TOKENS_AT_ONCE = 65_536  # of prompts and responses that are decoded together, at most
 
@@ -514,7 +516,7 @@ def scale_logits(logits, temperature):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
     if temperature > 0:  # what is greedy is scored at 1
         logits = logits / temperature
-    # To forbid tokens: logits = logits.index_fill(1, torch.tensor([7, 8]), -math.inf)
+    # To forbid tokens: logits = logits.index_fill(1, ids, -math.inf); ids: a tensor on its device
     return logits
 
 
@@ -663,7 +665,7 @@ def reward_fn(response_text, problem):
     """1.0 solved, 0.1 well-formed but wrong, 0.0 otherwise.
 
     Write your own reward here, or give one to main(): a function (response_text, problem) ->
-    number, or None for a response that it cannot score. If it has a parameter that is named
+    number, or None for a response that it cannot score. If it has a third parameter that is named
     response, it gets the Response as well. Leave score_answer as it is: in evaluations it scores
     the other skills."""
     return score_answer(response_text, problem)
@@ -690,7 +692,7 @@ def tagged_answer(text):
 
 def last_number(text):
     """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
-    number = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+    number = r"(?:(?<![\w)])-[$€£]?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
     found = re.findall(number, with_plain_minus(text), re.ASCII)
     return "".join(found[-1:]).rstrip(",")
 
@@ -759,7 +761,7 @@ def score(responses, problems, tokenizer, reward):
     texts = texts_of(responses, tokenizer)
     group_size = len(responses) // len(problems)
     texts = [begun_answer(problems[i // group_size]) + text for i, text in enumerate(texts)]
-    takes_response = "response" in inspect.signature(reward).parameters
+    takes_response = "response" in [*inspect.signature(reward).parameters][2:]
     values = []
     for i, text in enumerate(texts):
         more = {"response": responses[i]} if takes_response else {}
@@ -1704,7 +1706,7 @@ def take_over(policy, optimizer, saved):
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. A run.  Its folder, with settings, TensorBoard's log and the last two checkpoints.
+# 12. A run.  Its folder, with settings, TensorBoard's log, the last two checkpoints and the model.
 #
 # But for what a resumed run goes on from (weights, moments, state), nothing of this section has a
 # part in what is learnt.
@@ -1850,6 +1852,37 @@ def written_whole(path, content):
         remove(unfinished)
 
 
+def save_after_error(run, policy, optimizer):
+    """Saves a checkpoint of the last step, if the weights are those of it. The error is raised
+    again in any case, whether this works or not."""
+    step = run.state["step"]
+    if step == 0 or run.in_update:
+        return
+    try:
+        run.save(policy, optimizer)
+        print(
+            f"An error ends the run; a checkpoint of step {step} is saved; to go on: resume = "
+            f"{str(run.folder)!r}"
+        )
+    except Exception as error:
+        print(f"An error ends the run, and no checkpoint of step {step} is saved ({error!r:.300})")
+
+
+def save_model(run, policy, tokenizer):
+    """Writes the run's folder model/, as Hugging Face lays it out, with the problems of other
+    skills for whoever goes on training it."""
+    # All processes take part; the one that writes keeps what it gets.
+    weights = {name: x for name, x in weights_by_name(policy) if run.writes_files}
+    if not run.writes_files:
+        return
+    with written_whole(run.folder / "model", weights) as unfinished:
+        policy.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        other_skills = Path(run.cfg.model_id, "retention.jsonl")
+        if other_skills.is_file():
+            shutil.copy(other_skills, unfinished)
+
+
 def folder_of_run(cfg):
     """Returns the folder of the run to resume, or that of a new one, which is not made yet."""
     return folder_to_resume(cfg) if cfg.resume else new_folder(cfg)
@@ -1898,8 +1931,9 @@ FINAL_RATE = 0.1  # of learning_rate, at the end of a run
 def learning_rate_schedule(step, n_steps, cfg):
     """Returns the factor on the learning rate in a step, counted from 1. It rises over warmup_steps
     to 1, and falls along half a cosine to FINAL_RATE in step n_steps (SGDR, arXiv:1608.03983)."""
-    rising = min(1.0, step / max(1, cfg.warmup_steps))
-    progress = max(0, step - cfg.warmup_steps) / max(1, n_steps - cfg.warmup_steps)
+    n_warmup = min(cfg.warmup_steps, n_steps)
+    rising = min(1.0, step / max(1, n_warmup))
+    progress = max(0, step - n_warmup) / max(1, n_steps - n_warmup)
     cosine = math.cos(math.pi * min(1.0, progress))
     return rising * (FINAL_RATE + (1 - FINAL_RATE) * (1 + cosine) / 2)
 
@@ -1971,6 +2005,11 @@ def make_scaler(device, cfg, state):
     return scaler
 
 
+def is_multiple(step, every):
+    """Whether something is due in this step; every = 0 is never."""
+    return every > 0 and step % every == 0
+
+
 def train(
     policy, tokenizer, llm, optimizer, problems, cfg, run, ref_model=None, kl_coef=0.0, watch=None
 ):
@@ -1999,8 +2038,9 @@ def train(
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
-    # No step is left, and these weights were not evaluated, as after an error in that evaluation
-    if cfg.n_train_steps <= state["step"] and state["evaluated"] != state["step"]:
+    # An evaluation of these weights that is missing, as after an error in it
+    is_due = cfg.n_train_steps <= state["step"] or is_multiple(state["step"], cfg.eval_every)
+    if is_due and state["evaluated"] != state["step"]:
         evaluate_at(state["step"])
         run.save(policy, optimizer)
 
@@ -2042,7 +2082,7 @@ def train(
             add_scaled(totals, sums, 1.0)
             n_epochs += 1
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
-            if is_finite and sums["grad_norm"] > 0:  # at 0 AdamW's moments would still move weights
+            if is_finite and sums["grad_norm"] > 0:  # else AdamW's moments would move weights alone
                 run.in_update = True
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
@@ -2076,10 +2116,10 @@ def train(
             step_data = asked, responses, texts, rewards, microbatches
             run.stop = watch.after_step(step, metrics, *step_data) or run.stop
         is_last = run.stop or step == cfg.n_train_steps
-        if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
+        if is_last or is_multiple(step, cfg.eval_every):
             evaluate_at(step)
         is_last = is_last or run.stop  # which an evaluation may set
-        if is_last or (cfg.save_every and step % cfg.save_every == 0):
+        if is_last or is_multiple(step, cfg.save_every):
             run.save(policy, optimizer)
         if is_last:
             break
@@ -2216,37 +2256,6 @@ def check_settings(cfg):
         )
 
 
-def save_model(run, policy, tokenizer):
-    """Writes the run's folder model/, as Hugging Face lays it out, with the problems of other
-    skills for whoever goes on training it."""
-    # All processes take part; the one that writes keeps what it gets.
-    weights = {name: x for name, x in weights_by_name(policy) if run.writes_files}
-    if not run.writes_files:
-        return
-    with written_whole(run.folder / "model", weights) as unfinished:
-        policy.save_pretrained(unfinished, state_dict=weights)
-        tokenizer.save_pretrained(unfinished)
-        other_skills = Path(run.cfg.model_id, "retention.jsonl")
-        if other_skills.is_file():
-            shutil.copy(other_skills, unfinished)
-
-
-def save_after_error(run, policy, optimizer):
-    """Saves a checkpoint of the last step, if the weights are those of it. The error is raised
-    again in any case, whether this works or not."""
-    step = run.state["step"]
-    if step == 0 or run.in_update:
-        return
-    try:
-        run.save(policy, optimizer)
-        print(
-            f"An error ends the run; a checkpoint of step {step} is saved; to go on: resume = "
-            f"{str(run.folder)!r}"
-        )
-    except Exception as error:
-        print(f"An error ends the run, and no checkpoint of step {step} is saved ({error!r:.300})")
-
-
 def main(
     # Model and data. None takes the preset's value, if it has one; any other value wins over it.
     preset="auto",  # a name in PRESETS; the log prints what it sets
@@ -2271,13 +2280,13 @@ def main(
     max_sampler_diff=None,  # nats between sampler and trainer; None: see check_sampler; inf: any
     # Advantages and loss
     normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
-    mask_truncated=False,  # True: responses cut at max_new_tokens are left out of the loss
+    mask_truncated=False,  # True: responses that were cut are left out of the loss, not of groups
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
     importance_cap=2.0,  # largest weight of a token that corrects for the sampler
     epochs_per_rollout=1,  # passes over a rollout, with one optimiser step each
     # KL penalty. README_KL.md has the measured tables.
-    use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and a forward pass
+    use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and much of the time
     ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
     kl_coef=0.1,  # measured on three tasks; 0.3 keeps more, and may stop the learning
     kl_estimator="k3",  # "k1", "k2": another number, in the loss the same gradient; or of EXACT
@@ -2324,7 +2333,7 @@ def main(
     else:
         print(
             "support/ is not here: a run is slower, needs more memory, and has no LoRA, no "
-            "warnings and no report"
+            "warnings and no report; Ctrl-C ends it without saving"
         )
     apply_preset(cfg)
     choose_device(cfg)
@@ -2393,6 +2402,8 @@ def cfg_with(**changes):
     needs stop_token_ids, too: see find_stop_tokens."""
     parameters = inspect.signature(main).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
+    for name in changes:
+        check_known("the name of a setting", name, [*defaults, "stop_token_ids"])
     return SimpleNamespace(**defaults | changes)
 
 
@@ -2401,10 +2412,7 @@ class KLSettings(SimpleNamespace):
     the KL term alone. In this file cfg takes its place."""
 
     def __init__(self, **changes):
-        defaults = vars(cfg_with())
-        for name in changes:
-            check_known("the name of a setting", name, defaults)
-        super().__init__(**defaults | changes)
+        super().__init__(**vars(cfg_with(**changes)))
         check_names(self)
 
 

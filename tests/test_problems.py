@@ -336,6 +336,8 @@ def test_chats_go_through_the_template_and_prompts_that_are_too_long_are_left_ou
     tokenizer.chat_template = None
     text.max_position_embeddings = -1  # no limit
     assert fitting(problems[1:]) == ["2+2", "2" * 50]
+    with pytest.raises(starter.InputError, match="'' .it has no tokens"):
+        fitting([{"prompt": "", "answer": "1"}])
 
 
 def test_problems_of_steps_go_through_a_new_shuffle_in_each_epoch():

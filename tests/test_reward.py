@@ -189,6 +189,8 @@ first 67, no: 68! | 1
 68.5 | 0
 6.8e1 | 1
 −68 | 0
+-$68 | 0
+not $68 | 1
 68e5 | 0
 1,068 | 0
 <answer>68</answer> 1 | 0
@@ -260,6 +262,13 @@ def test_score_takes_each_response_with_the_problem_of_its_group():
 def test_reward_may_be_any_number():
     for value in (math.inf, True, torch.tensor(0.5).numpy()[()]):  # inf: a skipped step
         assert score("x", [{}], lambda text, problem: value)[1].item() == value
+
+
+def test_reward_may_call_the_text_a_response():
+    def reward(response, problem):
+        return len(response)
+
+    assert score("x", [{}], reward)[1].tolist() == [1.0]
 
 
 def test_text_of_a_response_is_what_was_sampled():

@@ -226,6 +226,16 @@ def test_what_a_kill_left_unfinished_is_no_part_of_the_next_file(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
+def test_evaluation_that_an_error_ended_is_made_at_the_resume(checkpoint, tmp_path):
+    given = full_settings(checkpoint, tmp_path, save_every=0, eval_every=2)
+    fail = mock.Mock(side_effect=ZeroDivisionError)
+    with at_call(starter, "evaluate", 2, fail), pytest.raises(ZeroDivisionError):
+        run("alone", **given)
+    resume("alone", checkpoint, tmp_path, save_every=0, eval_every=2)
+    [folder] = tmp_path.glob("runs/*")
+    assert [*scalars(folder)["eval/solved"]] == [0, 2, 4, 6]
+
+
 @both
 def test_error_in_the_last_evaluation_loses_no_step_and_a_resume_evaluates(
     checkpoint, tmp_path, undisturbed, capsys, kind
@@ -390,6 +400,12 @@ def test_script_is_kept_with_the_run_and_a_resume_says_that_it_was_edited(
     printed = capsys.readouterr().out
     assert "resume: started.py is another one than started_from_step_1.py" in printed
     assert "my_script.py is another" not in printed and "made_with" not in printed
+
+
+def test_learning_rate_of_a_run_shorter_than_its_warmup_rises_to_its_end():
+    cfg = starter.cfg_with(warmup_steps=10)
+    shares = [starter.learning_rate_schedule(step, 4, cfg) for step in range(1, 7)]
+    assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.1, 0.1])
 
 
 def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, tmp_path, capsys):
