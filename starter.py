@@ -1931,9 +1931,8 @@ FINAL_RATE = 0.1  # of learning_rate, at the end of a run
 def learning_rate_schedule(step, n_steps, cfg):
     """Returns the factor on the learning rate in a step, counted from 1. It rises over warmup_steps
     to 1, and falls along half a cosine to FINAL_RATE in step n_steps (SGDR, arXiv:1608.03983)."""
-    n_warmup = min(cfg.warmup_steps, n_steps)
-    rising = min(1.0, step / max(1, n_warmup))
-    progress = max(0, step - n_warmup) / max(1, n_steps - n_warmup)
+    rising = min(1.0, step / max(1, cfg.warmup_steps))
+    progress = max(0, step - cfg.warmup_steps) / max(1, n_steps - cfg.warmup_steps)
     cosine = math.cos(math.pi * min(1.0, progress))
     return rising * (FINAL_RATE + (1 - FINAL_RATE) * (1 + cosine) / 2)
 
@@ -1976,8 +1975,8 @@ def check_sampler(diff, step, first_diff, cfg):
 
 def length_of_schedule(cfg, state):
     """Returns the step until which the learning rate falls: the n_train_steps with which the run
-    began. A run that is resumed keeps it."""
-    if state["n_steps"] is None:
+    began. A run that is resumed keeps it, if its rate has begun to fall."""
+    if state["n_steps"] is None or state["step"] <= cfg.warmup_steps:
         state["n_steps"] = cfg.n_train_steps
     n_steps = state["n_steps"]
     if n_steps != cfg.n_train_steps:

@@ -402,10 +402,18 @@ def test_script_is_kept_with_the_run_and_a_resume_says_that_it_was_edited(
     assert "my_script.py is another" not in printed and "made_with" not in printed
 
 
-def test_learning_rate_of_a_run_shorter_than_its_warmup_rises_to_its_end():
-    cfg = starter.cfg_with(warmup_steps=10)
-    shares = [starter.learning_rate_schedule(step, 4, cfg) for step in range(1, 7)]
-    assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.1, 0.1])
+def test_learning_rate_that_has_not_begun_to_fall_falls_over_the_new_length(
+    checkpoint, tmp_path, capsys
+):
+    given = settings(
+        checkpoint, tmp_path, n_train_steps=2, warmup_steps=4, learning_rate=2e-3, eval_every=0
+    )
+    result = run("alone", **given)
+    run("alone", **{**given, "n_train_steps": 6, "resume": str(result["run_folder"])})
+    assert "the learning rate falls until" not in capsys.readouterr().out
+    rates = scalars(result["run_folder"])["train/lr"]
+    shares = [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]
+    assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
 
 
 def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, tmp_path, capsys):
