@@ -313,14 +313,21 @@ def init_policy(model_id, device):
     return policy, tokenizer
 
 
-def init_teacher(ref_model_id, tokenizer, device):
+def init_teacher(ref_model_id, tokenizer, device, longest):
     """Returns the model of a checkpoint, frozen, as the reference of the KL penalty. It may be of
-    another size or class than the policy, but must know the same tokens by the same ids."""
+    another size or class than the policy, but must know the same tokens by the same ids, and read
+    the longest prompt with its response."""
     teacher, its_tokenizer = init_policy(ref_model_id, device)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"ref_model_id = {str(ref_model_id)!r} has other tokens than the policy, so that its "
             "log-probs are of other texts; take a teacher of the same family"
+        )
+    if longest > context_length(teacher):
+        raise InputError(
+            f"ref_model_id = {str(ref_model_id)!r} reads {context_length(teacher)} tokens, and the "
+            f"longest prompt with its response has {longest}; lower max_new_tokens, or take "
+            "another teacher"
         )
     return teacher.requires_grad_(False)
 
@@ -585,8 +592,8 @@ def check_log_probs(responses):
         if any(map(math.isnan, response.log_probs)):
             raise RunStopped(
                 f"the policy gave the log-probs {response.log_probs[:3]} to tokens that it drew; "
-                "its weights or logits are not finite: lower learning_rate, or with precision = "
-                "'fp16' take another one"
+                "its weights or logits are not finite: lower learning_rate, and begin again or go "
+                "on from an older checkpoint; or with precision = 'fp16' take another one"
             )
 
 
@@ -1026,6 +1033,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         if n < log_p.shape[1]:
             log_p = log_p[:, :n]
         d = log_p - ref_log_p
+        labels = labels.clamp(max=n - 1)  # one that the reference lacks is seldom drawn
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
         stats["log_pi_over_ref"] = d.detach().gather(1, labels)[:, 0]
         stats["kl_per_token"] = (log_p.exp() * d).sum(dim=1)  # KL(policy || reference)
@@ -1115,10 +1123,10 @@ def sum_to_go(kl, mask):
 
 
 def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
-    """kl_in = "loss_to_go": a token also pays for the KL of later tokens, to which it leads: of a
-    response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On policy, with an
-    unbiased estimator and loss_average = "dr_grpo", this is the gradient of the whole response's
-    KL; kl_estimator = "exact" has the least noise."""
+    """kl_in = "loss_to_go": a token also pays for the KL of later tokens of its row, to which it
+    leads: of a response with the KL [1, 2, 3] the first pays for 5 more, the second for 3. On
+    policy, with an unbiased estimator and loss_average = "dr_grpo", this is the gradient of the
+    whole response's KL; kl_estimator = "exact" has the least noise."""
     later = (sum_to_go(kl, mask) - kl).detach()  # a weight of grad log pi
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
@@ -1462,8 +1470,9 @@ def log_eval(run, step, metrics):
 #                 save_checkpoint, load_checkpoint
 #
 # Those of learning hold the forward pass and the loop over microbatches: read them with sections 6
-# to 9. The others may be skipped. None decides what is drawn, computed from logits, rewarded or
-# minimised: for that they call the functions of other sections.
+# to 9. The others may be skipped. But for which model is the reference, in token_statistics, they
+# decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they call
+# the functions of other sections.
 #
 # All twelve stand together since the folder support/ may put a faster function, with the same
 # gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It leaves
@@ -1980,10 +1989,11 @@ def length_of_schedule(cfg, state):
         state["n_steps"] = cfg.n_train_steps
     n_steps = state["n_steps"]
     if n_steps != cfg.n_train_steps:
-        rate = cfg.learning_rate * learning_rate_schedule(n_steps + 1, n_steps, cfg)
+        step = state["step"] + 1
+        rate = cfg.learning_rate * learning_rate_schedule(step, n_steps, cfg)
         print(
-            f"the learning rate falls until step {n_steps}, the n_train_steps with which the run "
-            f"began, and is {rate:g} from there on"
+            f"the learning rate follows its schedule of {n_steps} steps, the n_train_steps with "
+            f"which the run began: in step {step} it is {rate:g}"
         )
     return n_steps
 
@@ -2090,7 +2100,7 @@ def train(
             if not is_finite:
                 print(f"Warning: step {step} is skipped: loss or gradient is not finite")
                 break
-            if ref_model is not None:
+            if ref_model is not None and controller.rule is not None:
                 kl_coef = controller.update(sums["kl_per_token"], metrics["reward_mean"], beta)
         means = {name: total / n_epochs for name, total in totals.items()}
         metrics = joined(metrics, means)
@@ -2348,9 +2358,11 @@ def main(
     policy, tokenizer = init_policy(cfg.model_id, cfg.device)
     cfg.stop_token_ids = find_stop_tokens(policy, tokenizer)
     problems = tokenized(problems, policy, tokenizer, cfg)
+    longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
+    longest += cfg.max_new_tokens
     ref_model = None
     if cfg.ref_model_id:
-        ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device)
+        ref_model = init_teacher(cfg.ref_model_id, tokenizer, cfg.device, longest)
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         # Before run.open(), which may load the weights of a checkpoint into the policy
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -2362,8 +2374,6 @@ def main(
         enable_checkpointing(policy)
     llm = None
     if cfg.engine == "vllm":
-        longest = max(len(problem["prompt_ids"]) for part in problems for problem in part)
-        longest += cfg.max_new_tokens
         llm = init_vllm(cfg.model_id, cfg.seed, longest, cfg.gpu_mem_util, cfg.precision)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -2529,7 +2539,8 @@ def settings_from(arguments):
     settings, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], vars(cfg_with()))
-        parser.error(f"{unknown[0]} is no --name of a parameter, or value after one; near: {near}")
+        hint = f"; near: {near}" if near else ""
+        parser.error(f"{unknown[0]} is no --name of a parameter, or value after one{hint}")
     return vars(settings)
 
 
@@ -2540,8 +2551,9 @@ if __name__ == "__main__":
         test_functions()
         main(**settings)
     except (InputError, RunStopped, FileNotFoundError, PermissionError) as error:
-        if hasattr(error, "__notes__"):  # of a reward, whose author needs the whole traceback
-            raise
+        is_named = not isinstance(error, OSError) or error.filename in map(str, settings.values())
+        if hasattr(error, "__notes__") or not is_named:  # of a reward, for example
+            raise  # its author needs the whole traceback
         raise SystemExit(f"starter.py stopped: {error}")
     except BrokenPipeError:
         sys.stdout = sys.stderr  # what was piped into is gone, as after `| head`

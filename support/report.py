@@ -51,6 +51,9 @@ def lines_of_report(result, nats, n, run, reference):
             yield f"  {name:<18} {before:6.1%} -> {now:6.1%}  ({100 * (now - before):+.1f} points)"
     low, high = wilson_interval(result["after"]["solved"], n)
     yield f"solved: 95 % interval {low:z.1%} to {high:.1%}, of {n} held-out problems"
+    if result["before"]["solved"] == result["after"]["solved"] == 0:
+        mean = result["after"]["reward_mean"]
+        yield f"nothing was solved, for which a reward of 1 is needed; their mean is {mean:.3g}"
     yield (
         f"KL(policy || {reference}): "
         f"{nats.mean():z.3f} nats per token, {nats.sum() / n:z.2f} nats per response"

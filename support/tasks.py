@@ -327,10 +327,9 @@ def as_problem(row):
     elif is_prompt and prompt_name != "prompt":
         prompt = QUESTION_PROMPT.format(question=prompt)
     answer_name = next((name for name in ANSWERS if name in row), None)
-    if None in (prompt_name, answer_name):
-        raise ValueError(
-            f"its keys are {[*row]}, and one of {PROMPTS} is needed, and one of {ANSWERS}"
-        )
+    for found, names in ((prompt_name, PROMPTS), (answer_name, ANSWERS)):
+        if found is None:
+            raise ValueError(f"its keys are {[*row]}, and none of them is one of {names}")
     answer = row[answer_name]
     if not (prompt and is_prompt and is_answer(answer)):
         raise ValueError(f"the prompt {prompt!r:.80} has the answer {answer!r:.80}")

@@ -97,6 +97,11 @@ def logged_ranks_are_those_of_the_tables(run):
     return run.logged["train/rank"] == pytest.approx(means)
 
 
+def coefficient_is_not_compounded(run):
+    betas = run.logged["adaptive_kl/current_beta"]
+    return [betas[i] / betas[0] for i in range(3)] == pytest.approx([1.0, 8 / 9, 7 / 9])
+
+
 def coefficient_rises(run):
     return run.logged["adaptive_kl/current_beta"] == pytest.approx([0.3, 0.6, 0.9])
 
@@ -410,6 +415,12 @@ AVERAGES = {
         with_exact_kl,
         KL,
         check=coefficient_rises,
+    ),
+    coefficient_of_a_schedule=Edit(
+        {"            beta = kl_coef\n": "            beta = kl_coef * (1 - step / 10)\n"},
+        with_exact_kl,
+        KL,
+        check=coefficient_is_not_compounded,
     ),
     metric_named_solved=Edit(
         {

@@ -410,7 +410,7 @@ def test_learning_rate_that_has_not_begun_to_fall_falls_over_the_new_length(
     )
     result = run("alone", **given)
     run("alone", **{**given, "n_train_steps": 6, "resume": str(result["run_folder"])})
-    assert "the learning rate falls until" not in capsys.readouterr().out
+    assert "the learning rate follows" not in capsys.readouterr().out
     rates = scalars(result["run_folder"])["train/lr"]
     shares = [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]
     assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)
@@ -422,9 +422,10 @@ def test_learning_rate_falls_over_the_length_with_which_a_run_began(checkpoint, 
         checkpoint, tmp_path, n_train_steps=6, warmup_steps=2, learning_rate=2e-3, eval_every=0
     )
     result = run("alone", **given)
-    assert "the learning rate falls until" not in capsys.readouterr().out
+    assert "the learning rate follows" not in capsys.readouterr().out
     run("alone", **{**given, "n_train_steps": 8, "resume": str(result["run_folder"])})
-    assert "the learning rate falls until step 6" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "follows its schedule of 6 steps" in printed and "in step 7 it is 0.0002" in printed
     shares = [0.5, *(0.55 + 0.45 * math.cos(math.pi / 4 * i) for i in range(5)), 0.1, 0.1]
     rates = scalars(result["run_folder"])["train/lr"]
     assert [rate / 2e-3 for rate in rates.values()] == pytest.approx(shares)

@@ -128,6 +128,12 @@ def test_teacher_with_as_many_other_tokens_is_refused(checkpoint, tmp_path):
         run(checkpoint, tmp_path, other)
 
 
+def test_teacher_that_reads_less_than_the_longest_response_is_refused(checkpoint, tmp_path):
+    other = save_checkpoint(tmp_path / "other", max_position_embeddings=9)
+    with pytest.raises(InputError, match="reads 9 tokens, and the longest prompt .* has 1[0-9]"):
+        run(checkpoint, tmp_path, other)
+
+
 @pytest.mark.parametrize("changes", [{"ref_model_id": "tiny"}, {"reward": None}])
 def test_teacher_or_no_reward_is_refused_without_the_kl_term(changes, checkpoint, tmp_path):
     with pytest.raises(InputError, match="changes nothing; .* use_kl_penalty = True"):
