@@ -165,3 +165,7 @@ def test_teacher_with_fewer_logits_is_compared_on_the_tokens_that_both_have():
     expected = starter.statistics_of_logits(logits, labels, 1.0, ref_logits)
     for name, values in starter.statistics_of_logits(wider, labels, 1.0, ref_logits).items():
         torch.testing.assert_close(values, expected[name], rtol=0, atol=1e-12)
+    of_no_token = torch.tensor([V + 1, 3, 1])  # drawn all the same
+    found = starter.statistics_of_logits(wider, of_no_token, 1.0, ref_logits)
+    assert found["ref_log_probs"][0].isfinite()
+    assert torch.equal(found["ref_log_probs"][1:], expected["ref_log_probs"][1:])
