@@ -43,7 +43,7 @@ def mend_model(policy, tokenizer, unread):
     if end not in (None, tokenizer.eos_token_id, *stop_tokens):
         policy.generation_config.eos_token_id = [x for x in stop_tokens if x is not None] + [end]
     tokenizer.apply_chat_template = functools.partial(
-        tokenizer.apply_chat_template, strftime_now=tokens.on_a_fixed_date
+        tokens.on_a_fixed_date, tokenizer.apply_chat_template
     )
     engines.give_head(policy)
 

@@ -4,7 +4,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
-from transformers.utils import cached_file
+from transformers.utils import cached_file, chat_template_utils
 
 
 def end_of_turn(tokenizer):
@@ -32,6 +32,17 @@ def template_beside(model_id):
         return None
 
 
-def on_a_fixed_date(format):
-    """What a template gets that asks for the date. It is always the same."""
-    return datetime(2024, 7, 26).strftime(format)
+class FixedDate(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+def on_a_fixed_date(apply_chat_template, *arguments, **named):
+    """Calls apply_chat_template. The date that a template may ask for is always the same."""
+    own = chat_template_utils.datetime
+    chat_template_utils.datetime = FixedDate
+    try:
+        return apply_chat_template(*arguments, **named)
+    finally:
+        chat_template_utils.datetime = own
