@@ -54,6 +54,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import starter  # before torch, for which it sets variables
 
@@ -157,7 +158,7 @@ def made_up_batch(policy, problems, cfg):
 def outputs_of(policy, batch, cfg, precision="bf16"):
     """Returns log-probs of the first responses, and some numbers of their gradient."""
     some = starter.keep_rows(batch, slice(8))
-    cfg = starter.cfg_with(**{**vars(cfg), "precision": precision})
+    cfg = SimpleNamespace(**{**vars(cfg), "precision": precision})
     starter.grpo_microbatch_step(policy, some, cfg)
     learning = [p for p in policy.parameters() if p.grad is not None]
     gradient = torch.cat([p.grad.flatten()[::1000] for p in learning])

@@ -184,4 +184,5 @@ def start_decoding(policy, prompts):
 
     read.device = policy.device
     read.forward = policy.forward
+    read.config = policy.config
     return edits.OWN["start_decoding"](read, prompts)
