@@ -1010,8 +1010,7 @@ def all_log_probs(logits, temperature):
     """(N, V) logits -> (N, V) log-probs. Those of forbidden tokens, whose logit is -inf, are -1e9:
     times a probability of 0 that adds 0 to sums over the vocabulary, where -inf would add nan."""
     logits = scale_logits(logits, temperature)
-    with torch.no_grad():  # a token that is forbidden has no gradient in any case
-        logits.clamp_(min=-1e9)
+    logits.data.clamp_(min=-1e9)  # in place; a forbidden token has no gradient in any case
     return logits.log_softmax(dim=1)
 
 

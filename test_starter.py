@@ -740,6 +740,17 @@ def test_step_matches_the_models_own_logits_however_it_is_cut(path, monkeypatch,
         torch.testing.assert_close(found, some * rows["log_probs"], rtol=1e-6, atol=1e-6)
 
 
+def test_scaled_logits_may_be_of_an_operation_that_keeps_its_output(monkeypatch):
+    """As a soft cap that ends in tanh."""
+    logits = torch.linspace(-2, 2, 10).reshape(2, 5).requires_grad_()
+    expected = logits.tanh().log_softmax(dim=1)[:, 0].sum()
+    [by_hand] = torch.autograd.grad(expected, logits)
+    monkeypatch.setattr(starter, "scale_logits", lambda logits, temperature: logits.tanh())
+    stats = starter.statistics_of_logits(logits, torch.tensor([0, 0]), 1.0)
+    [ours] = torch.autograd.grad(stats["log_probs"].sum(), logits)
+    torch.testing.assert_close(ours, by_hand)
+
+
 def test_statistic_with_the_name_of_another_metric_is_refused(policy, monkeypatch):
     shipped = starter.statistics_of_logits
     monkeypatch.setattr(

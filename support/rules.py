@@ -109,8 +109,7 @@ def say_what_is_for_the_script(cfg):
 def check_is_read(name, value, cfg):
     """Raises InputError for a setting of the KL penalty that changes nothing."""
     of_kl = name in OF_A_RULE or re.match("kl_|ref_model_id", name)
-    is_alone = name == "reward" and value is None  # as the KL term is then
-    if not cfg.use_kl_penalty and (of_kl or is_alone):
+    if not cfg.use_kl_penalty and of_kl:
         remedy = "use_kl_penalty = True"
     elif name == "frozen_in_bf16" and not (cfg.use_kl_penalty or cfg.lora_rank):
         remedy = "use_kl_penalty or lora_rank"

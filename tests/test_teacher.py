@@ -136,7 +136,7 @@ def test_teacher_that_reads_less_than_the_longest_response_is_refused(checkpoint
 
 @pytest.mark.parametrize("changes", [{"ref_model_id": "tiny"}, {"reward": None}])
 def test_teacher_or_no_reward_is_refused_without_the_kl_term(changes, checkpoint, tmp_path):
-    with pytest.raises(InputError, match="changes nothing; .* use_kl_penalty = True"):
+    with pytest.raises(InputError, match="use_kl_penalty = True"):
         starter.main(**settings(checkpoint, tmp_path) | changes)
 
 
