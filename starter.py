@@ -17,24 +17,16 @@ One step of training, in the names of this file:
     advantages = compute_group_normalized_advantages(rewards, ...)
     batch = make_batch(responses, advantages, ...)          (B, T) tensors
     batch["weights"] = weights_of_tokens(batch, ...)        of the mean over the whole step
-    for microbatch in cut_microbatches(batch, ...):
-        grpo_microbatch_step(policy, microbatch, ...)       log-probs, loss, backward pass
-    optimizer.step()
+    microbatches = cut_microbatches(batch, ...)
+    for each epoch over this rollout (one by default):
+        for microbatch in microbatches:
+            grpo_microbatch_step(policy, microbatch, ...)   log-probs, loss, backward pass
+        optimizer.step()
 
 train() in section 13 takes these steps; the loop over microbatches is add_up_gradients() in section
 11; main() in section 14 has the settings. Sections 1 to 10 follow the data: problems,
 model, rollout, reward, advantages, batch, log-probs, KL penalty, loss, evaluation. Section 11,
-mechanics, is about how models, engines and processes are run. Who calls whom, with the numbers of
-the sections:
-
-    train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
-    train 13 > add_up_gradients 11 > grpo_microbatch_step 9
-                 > token_statistics 11 > statistics_of_logits 7
-                 > compute_loss 9 > kl_in_loss 8, ppo_loss 9
-
-Where the other folders lie beside this file, their faster functions with the same gradient take the
-place of those of section 11, and of no others: what you change here is what runs. What else they
-add (kinds of files, odd models, agents, async rewards) is called in sight, by find_support().
+mechanics, is about how models, engines and processes are run.
 
 Shapes: P prompts, G responses to each, n responses in all, B rows of a batch (mostly one a
 response), T columns, N tokens, V tokens in the vocabulary. Four log-probs of a sampled token:
@@ -47,6 +39,18 @@ off by default. The loss is a mean over all response tokens of the step (DAPO, a
 Each token is weighted by old / sampler, at most 2: this is 1 but for engines that compute log-probs
 in another way. The KL term has the value of k3, and its mean gradient at each token is that of
 KL(policy || reference).
+
+Who calls whom, with the numbers of the sections:
+
+    train 13 > rollout 3 > sample 11 > rollout_with_transformers 3 > decode 3 > start_decoding 11
+    train 13 > add_up_gradients 11 > grpo_microbatch_step 9
+                 > token_statistics 11 > statistics_of_logits 7
+                 > compute_loss 9 > kl_in_loss 8, ppo_loss 9
+
+Where the other folders lie beside this file, their faster functions with the same gradient take
+the place of those of section 11, and of no others: what you change here is what runs. What they
+add besides (kinds of files, odd models, agents, async rewards) is called in sight, by
+find_support().
 
 Copyright (c) 2026 the starter.py authors. SPDX-License-Identifier: MIT
 """
@@ -142,7 +146,7 @@ TASKS = {}  # name: task; add yours here, or give the function itself. support/t
 class Problems(NamedTuple):
     train: list
     held_out: list
-    other_skills: list = ()  # asked in evaluations alone, to show what training forgets
+    other_skills: list = ()  # asked in evaluations only, to show what training forgets
 
 
 def is_held_out(*key):
@@ -226,7 +230,7 @@ def load_problems(cfg):
 def problems_of_step(problems, step, n, seed):
     """Returns the n problems of this step (from 0). The list is shuffled anew for each pass over
     it; where a pass ends within a step, a problem can come twice in that step. The choice depends
-    on step, n and seed alone, so that a resumed run sees the same ones."""
+    only on step, n and seed, so that a resumed run sees the same ones."""
     pass_number, start = divmod(step * n, len(problems))
     upcoming = []  # from the beginning of this pass on
     while len(upcoming) < start + n:
@@ -333,7 +337,7 @@ def init_teacher(ref_model_id, tokenizer, device, longest):
 
 
 def enable_checkpointing(policy):
-    """In train mode the layers then keep their inputs alone for the backward pass."""
+    """In train mode the layers then keep nothing but their inputs for the backward pass."""
     if hasattr(policy, "activation_checkpointing_enable"):  # its name from transformers 5.24 on
         policy.activation_checkpointing_enable()
     else:
@@ -646,7 +650,7 @@ def rollout_with_vllm(llm, requests, cfg, temperature=1.0):
             max_tokens=request.max_new_tokens,
             stop_token_ids=cfg.stop_token_ids,
             ignore_eos=True,  # it is among the stop tokens
-            logprobs=0,  # that of the drawn token alone
+            logprobs=0,  # only that of the drawn token
             detokenize=False,
         )
         for request in requests
@@ -691,24 +695,6 @@ def score_answer(response_text, problem):
     return max(0.1, share_right)
 
 
-def tagged_answer(text):
-    """The text of the last <answer> that </answer> closes, or "" where there is none."""
-    answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
-    return answers[-1].strip() if answers else ""
-
-
-def last_number(text):
-    """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
-    number = r"(?:(?<![\w)])-[$€£]?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-    found = re.findall(number, with_plain_minus(text), re.ASCII)
-    return "".join(found[-1:]).rstrip(",")
-
-
-def with_plain_minus(text):
-    """Puts "-" in the place of the typographical minus."""
-    return text.replace("\u2212", "-")
-
-
 def is_right(answer, problem):
     """Whether an answer is problem["answer"], or one of a list. A task may judge by itself, as
     Countdown does: its problems bring a function (answer, problem) -> bool, or a share."""
@@ -721,7 +707,7 @@ def is_right(answer, problem):
 
 
 def no_reward(response_text, problem):
-    """In training with reward=None: the KL term alone teaches."""
+    """In training with reward=None: only the KL term teaches."""
     return 0.0
 
 
@@ -780,7 +766,25 @@ def score(responses, problems, tokenizer, reward):
     return texts, torch.tensor(values, dtype=torch.float64)
 
 
-# Comparing answers
+# Answers: found in a text, and compared
+
+
+def tagged_answer(text):
+    """The text of the last <answer> that </answer> closes, or "" where there is none."""
+    answers = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    return answers[-1].strip() if answers else ""
+
+
+def last_number(text):
+    """The last number in a text, or "": of "23 + 45 = 68." it is "68"."""
+    number = r"(?:(?<![\w)])-[$€£]?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+    found = re.findall(number, with_plain_minus(text), re.ASCII)
+    return "".join(found[-1:]).rstrip(",")
+
+
+def with_plain_minus(text):
+    """Puts "-" in the place of the typographical minus."""
+    return text.replace("\u2212", "-")
 
 
 def same_answer(answer, gold):
@@ -1034,7 +1038,7 @@ def statistics_of_logits(logits, labels, temperature, ref_logits=None):
         d = log_p - ref_log_p
         labels = labels.clamp(max=n - 1)  # one that the reference lacks is seldom drawn
         stats["ref_log_probs"] = ref_log_p.gather(1, labels)[:, 0]
-        stats["log_pi_over_ref"] = d.detach().gather(1, labels)[:, 0]
+        stats["log_pi_over_ref"] = (stats["log_probs"] - stats["ref_log_probs"]).detach()
         stats["kl_per_token"] = (log_p.exp() * d).sum(dim=1)  # KL(policy || reference)
         stats["kl_forward"] = -(ref_log_p.exp() * d).sum(dim=1)  # KL(reference || policy)
     return stats
@@ -1052,12 +1056,14 @@ def get_response_log_probs(
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
-# reference. With use_kl_penalty = True beta * KL is added to the loss of each token, where beta is
-# kl_coef, or what a rule of section 9b makes of it. By default:
+# reference. With use_kl_penalty = True each token has a KL, a number with a gradient of its own,
+# and somebody pays beta times it, where beta is kl_coef, or what a rule of section 9b makes of it:
 #
-#     the number      k3(d), for the log                        kl_estimator
-#     its gradient    pi / sampler * d * grad log pi            kl_gradient, kl_ratio_cap
-#     who pays        the token that has it                     kl_in
+#     kl_estimator = "k3"         the number: k3(d), for the log                   kl_of_tokens
+#     kl_gradient = "reverse"     the gradient: pi / sampler * d * grad log pi     kl_of_tokens
+#     kl_in = "loss"              who pays: the token that has it, in its loss     kl_in_loss
+#             "loss_to_go"        it and all tokens before it, in their losses     kl_in_loss
+#             "reward"            the same, in their advantages                    kl_in_reward
 #
 # The mean of this gradient over the samples is that of KL(policy || reference) of the next token,
 # given those before it; pi / sampler, at most kl_ratio_cap, makes samples of the sampler's engine
@@ -1067,8 +1073,8 @@ def get_response_log_probs(
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
 # k1 has a mean gradient of 0, k3 that of KL(reference || policy), and only k2 the right one.
 #
-# compute_loss in section 9 calls kl_in_loss or kl_in_reward, and kl_for_log. apply_term_rule, of
-# section 9b, returns the KL as it is unless kl_adaptation_method names a rule of tokens.
+# compute_loss in section 9 calls kl_in_loss or kl_in_reward, and kl_for_log. All three apply the
+# rule of tokens that kl_adaptation_method names; without one apply_term_rule changes nothing.
 
 
 def k1(d):
@@ -1086,8 +1092,8 @@ def k3(d):
     return torch.expm1(-d) + d
 
 
-# d -> an estimate of KL(policy || reference) in nats. These functions are differentiated with
-# kl_gradient = "as_written" alone
+# d -> an estimate of KL(policy || reference) in nats. These functions are differentiated
+# only with kl_gradient = "as_written"
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # Estimators that are sums over the vocabulary, with their own gradient -> a key of the statistics
@@ -1104,11 +1110,14 @@ def add_gradient(value, surrogate):
     return value + (surrogate - surrogate.detach())
 
 
-def sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg):
+def kl_of_tokens(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl):
     """(B, T) log-probs of the sampled tokens -> (B, T) KL, with a number and a gradient of its own.
 
     kl_gradient = "reverse" is the gradient above, whichever estimator gives the number.
-    "as_written" differentiates the estimator itself, unweighted, to reproduce papers."""
+    "as_written" differentiates the estimator itself, unweighted, to reproduce papers. exact_kl,
+    of an estimator in EXACT, has its gradient from the logits."""
+    if cfg.kl_estimator in EXACT:
+        return exact_kl
     if cfg.kl_gradient == "as_written":  # not cut as below
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
     d = (policy_log_probs - ref_log_probs).detach()  # this detach decides which divergence it is
@@ -1130,13 +1139,6 @@ def add_gradient_of_later_kl(kl, policy_log_probs, pi_over_sampler, mask):
     return add_gradient(kl, pi_over_sampler * later * policy_log_probs)
 
 
-def kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl):
-    """(B, T) -> (B, T): the KL of each token by cfg.kl_estimator, with its gradient."""
-    if cfg.kl_estimator in EXACT:
-        return exact_kl
-    return sampled_kl(policy_log_probs, ref_log_probs, pi_over_sampler, cfg)
-
-
 def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, exact_kl=None):
     """kl_in = "loss" or "loss_to_go": (B, T) log-probs -> (B, T) KL, which compute_loss adds, times
     beta, to the loss of each token. exact_kl: (B, T), of an estimator in EXACT.
@@ -1144,7 +1146,7 @@ def kl_in_loss(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, ex
     kl_ratio_cap bounds the weight pi / sampler, and so biases the gradient."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs).detach()  # a weight
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
-    kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
+    kl = kl_of_tokens(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
     d = (policy_log_probs - ref_log_probs).detach()  # which rules look at
     kl = apply_term_rule(kl, d, mask, cfg)
     if cfg.kl_in == "loss_to_go":
@@ -1175,9 +1177,9 @@ def kl_for_log(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, ex
     so that the mean is over the policy's own samples."""
     ratio = torch.exp(policy_log_probs - sampler_log_probs)
     pi_over_sampler = ratio.clamp(max=cfg.kl_ratio_cap)
-    kl = kl_before_rule(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
+    kl = kl_of_tokens(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl)
     d = policy_log_probs - ref_log_probs
-    tensors = {
+    tensors = {  # named after their means
         "kl_penalty_mean": kl,
         "adaptive_kl/adapted_kl": apply_term_rule(kl, d, mask, cfg),
         "kl_capped_frac": ratio > cfg.kl_ratio_cap,
@@ -1192,9 +1194,9 @@ def kl_for_log(policy_log_probs, ref_log_probs, sampler_log_probs, mask, cfg, ex
 
 
 def ppo_loss(policy_log_probs, old_log_probs, advantages, clip_range):
-    """(B, T) each -> (B, T) the clipped term (arXiv:1707.06347), and (B, T) tensors for the log. In
-    the first epoch of a rollout the ratio is 1, but its gradient is not 0; the clip acts only with
-    epochs_per_rollout above 1."""
+    """(B, T) each -> (B, T) the clipped term (arXiv:1707.06347), and (B, T) tensors for the log,
+    which are named after their means. In the first epoch of a rollout the ratio is 1, but its
+    gradient is not 0; the clip acts only with epochs_per_rollout above 1."""
     clip_low = clip_high = clip_range
     if isinstance(clip_range, (tuple, list)):
         clip_low, clip_high = clip_range
@@ -1219,8 +1221,8 @@ def compute_loss(
     importance_cap=math.inf,
 ):
     """Returns the (B, T) loss: the clipped term, plus kl_coef times the KL unless that is in the
-    reward; and metadata, means over the mask. Take no mean of the loss here: it would be over one
-    microbatch alone."""
+    reward; and metadata, means over the mask. Take no mean of the loss here: it would be over
+    this microbatch only."""
     if mask is None:
         mask = torch.ones_like(policy_log_probs)
     mask = mask.bool()
@@ -1270,9 +1272,10 @@ NO_SCALING = torch.amp.GradScaler(enabled=False)
 def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, scaler=NO_SCALING):
     """Forward pass, loss and backward pass of one microbatch.
 
-    microbatch: what make_batch returns, and "weights". The first pass over it sets "old_log_probs",
-    so that its ratio is 1; later epochs keep them. Returns its part of the step's loss, and
-    metadata: means over its tokens."""
+    microbatch: what make_batch returns, and "weights". The first epoch adds "old_log_probs" to it,
+    so that the ratio is 1. Later epochs keep these, the sampler's log-probs and the advantages; the
+    policy's log-probs are new. Returns its part of the step's loss, and metadata: means over its
+    tokens."""
     mask = microbatch["response_mask"]
     stats = token_statistics(policy, microbatch, cfg.temperature, cfg.precision, ref_model)
     log_probs = stats["log_probs"]
@@ -1299,6 +1302,7 @@ def grpo_microbatch_step(policy, microbatch, cfg, ref_model=None, kl_coef=0.0, s
         importance_cap=cfg.importance_cap,
     )
     # Another term comes here, such as: loss = loss - 0.01 * stats["entropy"]
+    # All terms have the same weights, the KL too: with mask_truncated cut responses pay none
     loss = torch.where(mask, loss * microbatch["weights"], 0.0).sum()
     scaler.scale(loss).backward()  # in fp16 small gradients would become 0
     return loss.detach(), joined(metadata, means_for_log(stats, mask))
@@ -1439,7 +1443,7 @@ def log_train(run, step, metrics):
         f"{left} left"
     )
     if "kl_penalty" in metrics:
-        line += f" | KL penalty: {metrics['kl_penalty']:.4f}"
+        line += f" | KL: {metrics['kl_penalty']:.4f}"
     if "kl_penalty" in metrics and rule_among(COEFFICIENT_RULES, run.cfg):
         line += f" | Coefficient: {metrics['adaptive_kl/current_beta']:.3g}"
     print(line, flush=True)
@@ -1468,17 +1472,16 @@ def log_eval(run, step, metrics):
 #     weights     load_model, weights_by_name, init_vllm, load_policy_into_vllm_instance,
 #                 save_checkpoint, load_checkpoint
 #
-# Those of learning hold the forward pass and the loop over microbatches: read them with sections 6
-# to 9. The others may be skipped. But for which model is the reference, in token_statistics, they
-# decide nothing of what is drawn, computed from logits, rewarded or minimised: for that they call
-# the functions of other sections.
+# Read those of learning with sections 6 to 9: they hold the forward passes of policy and reference,
+# and the loop over microbatches. Skip the others. What is drawn, computed from logits, rewarded and
+# minimised is decided in other sections, whose functions these call.
 #
-# All twelve stand together since the folder support/ may put a faster function, with the same
-# gradient, in the place of one: for long prompts, adapters, several processes, vLLM. It leaves
-# alone what you have edited: a function with @mechanic, or a helper of one, such as
-# response_logits, that the faster function would not call. During a run some of its results are
-# compared with those of this section. The log names what it has replaced. To run all of this file
-# as it stands, rename that folder.
+# They stand together since the folder support/ may put a faster function, with the same gradient,
+# in the place of one: for long prompts, adapters, several processes, vLLM. The log names what it
+# has replaced. It does not replace what you have edited: a function with @mechanic, or a helper of
+# one, such as response_logits, that the faster function would not call. During a run some of its
+# results are compared with those of this section. To run all of this file as it stands, rename that
+# folder.
 
 MECHANICS = {}  # name of a function with @mechanic: the function that runs when it is called
 
@@ -1524,7 +1527,7 @@ def token_statistics(model, rows, temperature, precision="float32", ref_model=No
     mask = rows["response_mask"]
     ref_logits = None
     if ref_model is not None:
-        with torch.no_grad():  # the only place that runs the reference
+        with torch.no_grad():  # the only place that runs the reference, anew in each epoch
             ref_logits = response_logits(ref_model, rows, precision)
     logits = response_logits(model, rows, precision)
     stats = statistics_of_logits(logits, rows["labels"][mask], temperature, ref_logits)
@@ -1687,7 +1690,7 @@ def load_policy_into_vllm_instance(policy, llm):
 @mechanic
 def save_checkpoint(path, policy, optimizer, state):
     """Writes a file that holds weights, moments, and the run's state. support/: a folder, to which
-    each of several processes adds its part; with LoRA, what learns alone."""
+    each of several processes adds its part; with LoRA, only what learns."""
     content = {"model": policy.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
     with written_whole(path, content) as unfinished, open(unfinished, "wb") as file:
         torch.save(content, file)
@@ -1815,8 +1818,8 @@ def check_can_be_read_back(state):
             torch.load(file, weights_only=True)
         except pickle.UnpicklingError as error:
             raise InputError(
-                f"run.state[{name!r}] cannot be read back from a checkpoint; keep dicts, lists, "
-                "numbers, texts and tensors in run.state alone"
+                f"run.state[{name!r}] cannot be read back from a checkpoint; keep only dicts, "
+                "lists, numbers, texts and tensors in run.state"
             ) from error
 
 
@@ -2046,7 +2049,7 @@ def train(
     if state["before"] is None:
         evaluate_at(0)
         state["before"] = state["after"]
-    # An evaluation of these weights that is missing, as after an error in it
+    # A resumed run makes up for an evaluation in which an error ended it
     is_due = cfg.n_train_steps <= state["step"] or is_multiple(state["step"], cfg.eval_every)
     if is_due and state["evaluated"] != state["step"]:
         evaluate_at(state["step"])
@@ -2061,7 +2064,7 @@ def train(
         )
         rollout_seconds = time.perf_counter() - start
 
-        # 2. Score them. The advantages compare the responses of one group alone.
+        # 2. Score them. The advantages compare only responses of one group.
         reward = cfg.reward or no_reward
         texts, rewards = by_first_process(score, responses, asked, tokenizer, reward)  # (P * G,)
         advantages, metrics = compute_group_normalized_advantages(
@@ -2074,8 +2077,8 @@ def train(
         rows = rows_to_train_on(batch, policy, ref_model, cfg)
         microbatches = cut_microbatches(rows, cfg.max_tokens_per_microbatch)
 
-        # 4. One optimiser step per epoch over the whole rollout. Modules are in eval mode, as they
-        # were when they sampled: with dropout the log-probs of the two would differ.
+        # 4. One optimiser step per epoch over the whole rollout. There is no dropout, as there was
+        # none in sampling: the policy stays in eval mode, but for layers that run twice.
         if cfg.gradient_checkpointing:
             set_train_mode_of_checkpointed_layers(policy)
         set_learning_rate(optimizer, step, n_steps, cfg)
@@ -2090,7 +2093,7 @@ def train(
             add_scaled(totals, sums, 1.0)
             n_epochs += 1
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
-            if is_finite and sums["grad_norm"] > 0:  # else AdamW's moments would move weights alone
+            if is_finite and sums["grad_norm"] > 0:  # else only AdamW's moments would move weights
                 run.in_update = True
                 scaler.step(optimizer)
             scaler.update()  # after an overflow of fp16 to a smaller scale
@@ -2228,7 +2231,7 @@ def check_names(cfg):
             )
     if cfg.kl_in == "reward" and cfg.kl_estimator != "k1":
         if cfg.kl_estimator in EXACT or not cfg.reproduce_paper:
-            raise InputError("kl_in = 'reward' works with kl_estimator = 'k1' alone; set that")
+            raise InputError("kl_in = 'reward' works only with kl_estimator = 'k1'; set that")
 
 
 def check_settings(cfg):
@@ -2248,13 +2251,13 @@ def check_settings(cfg):
         )
     if cfg.reward is None and not cfg.use_kl_penalty:
         raise InputError(
-            "reward = None leaves the KL term alone to teach; set use_kl_penalty = True, and a "
+            "reward = None leaves only the KL term to teach; set use_kl_penalty = True, and a "
             "teacher as ref_model_id"
         )
     if cfg.temperature <= 0:
         raise InputError("temperature must be above 0; eval_temperature = 0 is greedy")
     if cfg.ref_model_id and not cfg.use_kl_penalty:
-        raise InputError("ref_model_id is read with use_kl_penalty = True alone; set that")
+        raise InputError("ref_model_id is read only with use_kl_penalty = True; set that")
     if cfg.agent is not None and cfg.reward is not reward_fn:
         raise InputError("an agent returns the reward itself; leave reward out")
     is_alone = find_support() is None
@@ -2303,7 +2306,7 @@ def main(
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
     kl_ratio_cap=2.0,  # largest pi / sampler in the KL's gradient; inf: unbiased, but unbounded
     reproduce_paper=False,  # True: run what is refused (most by support/) for a wrong gradient
-    # Read by the rules of adaptive KL alone, in section 9b and support/adaptive_rules.py
+    # Read only by the rules of adaptive KL, in section 9b and support/adaptive_rules.py
     kl_clip_threshold=None,  # nats, of clip (None: 1.0) and clip_sound (None: 5.0)
     kl_target=0.1,  # nats per token
     dynamic_beta_decay=0.9,
@@ -2325,10 +2328,10 @@ def main(
     eval_temperature=0.0,  # 0: greedy
     out_dir="runs",  # each run gets a new folder in it, named by its time
     run_name="run",  # ends the folder's name
-    save_every=50,  # steps between checkpoints; 0: at the end and after errors alone
+    save_every=50,  # steps between checkpoints; 0: only at the end and after errors
     resume=None,  # the folder of a run, to go on from its checkpoint; True: of the newest
 ):
-    # The first line, so that these are the parameters alone. None and "auto" in it are replaced
+    # The first line, so that these are only the parameters. None and "auto" in it are replaced
     # below, by begin(), apply_preset() and choose_device(); later stop_token_ids comes to them
     cfg = SimpleNamespace(**locals())
     if hasattr(sys.stdout, "reconfigure"):  # a console may lack characters that a model writes
@@ -2365,7 +2368,7 @@ def main(
     elif cfg.use_kl_penalty and not cfg.lora_rank:  # with LoRA support/ makes it
         # Before run.open(), which may load the weights of a checkpoint into the policy
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
-    if support:  # adds LoRA's adapters and makes their reference; then installs its mechanics
+    if support:  # adds LoRA's adapters, makes their reference, and replaces functions of section 11
         ref_model = support.prepare(policy, ref_model, tokenizer, problems, run)
     else:
         limit_logits(policy, cfg)
@@ -2406,8 +2409,9 @@ def main(
 
 
 def cfg_with(**changes):
-    """Returns the settings of main() with these changes, for tests and programs of yours. A rollout
-    needs stop_token_ids, too: see find_stop_tokens."""
+    """Returns the settings of main() with these changes, for tests and programs of yours. Give what
+    main() puts in the place of None and "auto", if it is read: precision, max_new_tokens, and for a
+    rollout stop_token_ids (see find_stop_tokens)."""
     parameters = inspect.signature(main).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     for name in changes:
@@ -2417,7 +2421,7 @@ def cfg_with(**changes):
 
 class KLSettings(SimpleNamespace):
     """The settings of main() with these changes, which are checked: for programs of yours that use
-    the KL term alone. In this file cfg takes its place."""
+    only the KL term. In this file cfg takes its place."""
 
     def __init__(self, **changes):
         super().__init__(**vars(cfg_with(**changes)))

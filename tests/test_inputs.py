@@ -88,7 +88,7 @@ def test_parameter_whose_default_is_a_text_needs_a_value(capsys):
 def test_kl_that_cannot_be_in_the_reward_is_refused_outside_of_main_too():
     for estimator in ("k2", "k3", "exact"):
         printed = refusal(starter.KLSettings, kl_in="reward", kl_estimator=estimator)
-        assert "works with kl_estimator = 'k1' alone" in printed
+        assert "works only with kl_estimator = 'k1'" in printed
     assert starter.KLSettings(kl_in="reward", reproduce_paper=True).kl_estimator == "k3"
 
 

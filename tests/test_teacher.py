@@ -78,6 +78,21 @@ def test_expected_gradient_is_that_of_the_kl_to_a_teacher_of_another_size(kind, 
     torch.testing.assert_close(ours, gradient_of(policy), rtol=0, atol=1e-9)
 
 
+def test_drawn_token_that_a_smaller_teacher_lacks_pays_the_exact_kl_of_those_that_it_has():
+    smaller, policy = small_models()  # the policy has V + 2 tokens, and draws the last one
+    policy.requires_grad_()
+    cfg = starter.cfg_with(precision="float32", use_kl_penalty=True, kl_estimator="exact")
+    rows = make_step([starter.Response(PROMPT, [V + 1], [-1.0], True)])
+    rows["advantages"] = torch.zeros(1, 3)
+    rows["weights"] = torch.ones(1, 3)
+    starter.grpo_microbatch_step(policy, rows, cfg, smaller.requires_grad_(False), 1.0)
+    ours = gradient_of(policy)
+    policy.zero_grad()
+    log_p = policy(input_ids=torch.tensor([PROMPT])).logits[0, -1].log_softmax(dim=0)[:V]
+    kl(log_p, log_probs_of(smaller, PROMPT), is_forward=False).backward()
+    torch.testing.assert_close(ours, gradient_of(policy), rtol=0, atol=1e-9)
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("teacher"), family="Llama", hidden_size=32)
