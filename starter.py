@@ -36,9 +36,9 @@ sampler (as the engine that drew the token computed it), ref (of the reference).
 GRPO (arXiv:2402.03300) samples a group of responses to each prompt, scores them with a rule, and
 makes the responses that beat their group's mean more likely. Unlike in the paper the KL penalty is
 off by default. The loss is a mean over all response tokens of the step (DAPO, arXiv:2503.14476).
-Each token is weighted by old / sampler, at most 2: this is 1 but for engines that compute log-probs
-in another way. The KL term has the value of k3, and its mean gradient at each token is that of
-KL(policy || reference).
+Each token is weighted by old / sampler, at most 2: this is 1, up to rounding, unless the sampler's
+engine computes log-probs in another way. The KL term has the value of k3, and its mean gradient at
+each token is that of KL(policy || reference).
 
 Who calls whom, with the numbers of the sections:
 
@@ -388,11 +388,12 @@ def text_of_prompt(problem, tokenizer, enable_thinking):
     prompt = problem["prompt"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    goes_on = begun_answer(problem) != ""
-    if prompt[-1]["role"] == "assistant" and not goes_on:  # an empty message begins no answer
+    begun = begun_answer(problem)
+    goes_on = begun.strip() != ""
+    if prompt[-1]["role"] == "assistant" and not goes_on:
         prompt = prompt[:-1]
-    options = {"enable_thinking": enable_thinking, **problem.get("chat_template_kwargs", {})}
-    return tokenizer.apply_chat_template(
+    options = {"enable_thinking": enable_thinking, **(problem.get("chat_template_kwargs") or {})}
+    text = tokenizer.apply_chat_template(
         prompt,
         tools=problem.get("tools"),
         tokenize=False,
@@ -400,6 +401,9 @@ def text_of_prompt(problem, tokenizer, enable_thinking):
         continue_final_message=goes_on,
         **options,
     )
+    if not (goes_on and text.endswith(begun)):  # some templates cut blanks at the end of a message
+        text += begun[len(begun.rstrip()) :]
+    return text
 
 
 def ids_of_prompt(problem, tokenizer, enable_thinking):
@@ -561,7 +565,7 @@ def decode(policy, requests, uniform, cfg, temperature):
     """B Requests, (B, T) uniform numbers -> B Responses of at most T tokens."""
     prompts = [request.prompt_ids for request in requests]
     limits = torch.tensor([[request.max_new_tokens] for request in requests], device=policy.device)
-    stop_tokens = torch.tensor(cfg.stop_token_ids, device=policy.device)
+    stop_tokens = torch.tensor(cfg.stop_token_ids, dtype=torch.long, device=policy.device)
     next_logits = start_decoding(policy, prompts)
     tokens = None  # (B, 1) those drawn last
     drawn = []  # (B, 1) each
@@ -731,7 +735,7 @@ def number_from(value, text):
     """What a reward returned -> a number, None as nan."""
     try:
         return math.nan if value is None else float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
             f"the reward returned {value!r:.100} for the response {text!r:.200}; it must return "
             "one number, or None"
@@ -837,16 +841,15 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
     advantages = torch.where(is_scored, groups - mean, 0.0)
-    # Scored responses less one: the divisor of an unbiased variance. Where it is 0, std is 0 / 0,
-    # which is nan, and counts as 0 below.
-    n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-    std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()
     # The mean of equal rewards can be off by one bit, and so can rewards that are sums, such as
     # 0.6 + 0.3 + 0.1. Here the advantages of a group whose rewards are equal but for this, or of
     # one with a single reward, become exactly 0.
     is_equal = torch.isclose(groups, mean, rtol=1e-12, atol=0.0) | ~is_scored
     all_equal = is_equal.all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(all_equal, 0.0)
+    # Scored responses less one: the divisor of an unbiased variance
+    n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()  # 0 / 0 is nan
     if normalize_by_std:
         advantages = advantages / (std.nan_to_num() + advantage_eps)
     metadata = {
@@ -924,9 +927,9 @@ def make_batch(responses, advantages, device):
     for name in rows[0]:
         batch[name] = padded([row[name] for row in rows], fillers.get(name, 0.0)).to(device)
     # No id is -1. Ids are padded with the row's first one: some models break at the id of the
-    # padding token
+    # padding token. A row of one token has none
     ids = batch["input_ids"]
-    batch["input_ids"] = torch.where(ids < 0, ids[:, :1], ids)
+    batch["input_ids"] = torch.where(ids < 0, ids[:, :1].clamp(min=0), ids)
     return batch
 
 
@@ -1056,18 +1059,19 @@ def get_response_log_probs(
 # 8. KL penalty.  In: log-probs of policy, sampler and reference. Out: the KL that is charged.
 #
 # At a token that the policy sampled, d = log pi - log ref says how much likelier it is than for the
-# reference. With use_kl_penalty = True each token has a KL, a number with a gradient of its own,
-# and somebody pays beta times it, where beta is kl_coef, or what a rule of section 9b makes of it:
+# reference. With use_kl_penalty = True the KL of the tokens is charged, times beta, where beta is
+# kl_coef, or what a rule of section 9b makes of it. kl_in says to whom:
 #
-#     kl_estimator = "k3"         the number: k3(d), for the log                   kl_of_tokens
-#     kl_gradient = "reverse"     the gradient: pi / sampler * d * grad log pi     kl_of_tokens
-#     kl_in = "loss"              who pays: the token that has it, in its loss     kl_in_loss
-#             "loss_to_go"        it and all tokens before it, in their losses     kl_in_loss
-#             "reward"            the same, in their advantages                    kl_in_reward
+#     kl_in            a token pays for                in          clipped   function
+#     "loss"           its own KL                      its loss    no        kl_in_loss
+#     "loss_to_go"     its own and all later KL        its loss    no        kl_in_loss
+#     "reward"         its own and all later KL        advantage   as PPO    kl_in_reward
 #
-# The mean of this gradient over the samples is that of KL(policy || reference) of the next token,
-# given those before it; pi / sampler, at most kl_ratio_cap, makes samples of the sampler's engine
-# count as the policy's.
+# In the loss a token's own KL has the number that kl_estimator names, by default k3(d), and another
+# gradient, that of kl_gradient = "reverse": pi / sampler * d * grad log pi. Its mean over the
+# samples is the gradient of KL(policy || reference) of the next token, given those before it. pi /
+# sampler, at most kl_ratio_cap, makes samples of another engine, or of an epoch before, count as
+# the policy's. The number is for the log; for later KL and in the reward it is what is paid.
 #
 # Why is the estimator not simply differentiated? The samples come from the policy, which changes
 # too, so that the mean of the gradients is not the gradient of the mean. Differentiated as written,
@@ -1117,6 +1121,10 @@ def kl_of_tokens(policy_log_probs, ref_log_probs, pi_over_sampler, cfg, exact_kl
     "as_written" differentiates the estimator itself, unweighted, to reproduce papers. exact_kl,
     of an estimator in EXACT, has its gradient from the logits."""
     if cfg.kl_estimator in EXACT:
+        if exact_kl is None:
+            raise InputError(
+                f"kl_estimator = {cfg.kl_estimator!r} needs exact_kl; give it, or 'k3'"
+            )
         return exact_kl
     if cfg.kl_gradient == "as_written":  # not cut as below
         return compute_kl_divergence(policy_log_probs, ref_log_probs, cfg.kl_estimator)
@@ -1522,8 +1530,8 @@ def response_logits(model, rows, precision):
 def token_statistics(model, rows, temperature, precision="float32", ref_model=None):
     """rows: (B, T) "input_ids", "labels", "response_mask" -> dict of (B, T) tensors, 0 outside the
     mask: what statistics_of_logits returns. The logits of all tokens are in memory at once; in a
-    lone copy limit_logits bounds them. To have two references, change ref_logits here: all
-    estimators see it."""
+    lone copy limit_logits bounds them, but for a single longer row. To have two references, change
+    ref_logits here: all estimators see it."""
     mask = rows["response_mask"]
     ref_logits = None
     if ref_model is not None:
@@ -1550,6 +1558,7 @@ def add_up_gradients(policy, microbatches, cfg, ref_model=None, kl_coef=0.0, sca
     sums = {}
     for microbatch in microbatches:
         loss, means = grpo_microbatch_step(policy, microbatch, cfg, ref_model, kl_coef, scaler)
+        joined({"loss": loss}, means)  # no statistic may have this name
         add_scaled(sums, {"loss": loss}, 1.0)
         add_scaled(sums, means, microbatch["response_mask"].sum() / n_tokens)
     return {name: value.item() for name, value in sums.items()}
@@ -2089,7 +2098,7 @@ def train(
             sums = add_up_gradients(policy, microbatches, cfg, ref_model, beta, scaler)
             check_sampler(sums["sampler_logprob_diff"], step, state["first_diff"], cfg)
             scaler.unscale_(optimizer)
-            sums["grad_norm"] = clip_gradient(trainable, cfg.max_grad_norm)
+            sums = joined(sums, {"grad_norm": clip_gradient(trainable, cfg.max_grad_norm)})
             add_scaled(totals, sums, 1.0)
             n_epochs += 1
             is_finite = math.isfinite(sums["loss"] + sums["grad_norm"])
@@ -2100,7 +2109,8 @@ def train(
             optimizer.zero_grad()
             policy.zero_grad()  # if the optimiser does not have all of its weights
             if not is_finite:
-                print(f"Warning: step {step} is skipped: loss or gradient is not finite")
+                which = f"epoch {n_epochs} of step" if n_epochs > 1 else "step"
+                print(f"Warning: {which} {step} is skipped: loss or gradient is not finite")
                 break
             if ref_model is not None and controller.rule is not None:
                 kl_coef = controller.update(sums["kl_per_token"], metrics["reward_mean"], beta)
@@ -2114,14 +2124,17 @@ def train(
         run.in_update = False
 
         # 5. Log, evaluate and save.
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
-        metrics["response_length"] = fmean(response.n_written() for response in responses)
-        metrics["truncated_frac"] = fmean(not response.finished for response in responses)
-        metrics["time/rollout"] = rollout_seconds
-        metrics["time/total"] = time.perf_counter() - start
+        others = {
+            "lr": optimizer.param_groups[0]["lr"],
+            "response_length": fmean(response.n_written() for response in responses),
+            "truncated_frac": fmean(not response.finished for response in responses),
+            "time/rollout": rollout_seconds,
+            "time/total": time.perf_counter() - start,
+        }
         if ref_model is not None:
-            metrics["kl_penalty"] = metrics.pop("kl_penalty_mean")
-            metrics["adaptive_kl/current_beta"] = beta
+            others["kl_penalty"] = metrics.pop("kl_penalty_mean")
+            others["adaptive_kl/current_beta"] = beta
+        metrics = joined(metrics, others)
         log_train(run, step, metrics)
         if watch:
             step_data = asked, responses, texts, rewards, microbatches
@@ -2249,7 +2262,7 @@ def check_settings(cfg):
         raise InputError(
             f"reward = {cfg.reward!r:.100} is no function; give one in a script that calls main()"
         )
-    if cfg.reward is None and not cfg.use_kl_penalty:
+    if cfg.reward is None and not (cfg.use_kl_penalty and cfg.ref_model_id):
         raise InputError(
             "reward = None leaves only the KL term to teach; set use_kl_penalty = True, and a "
             "teacher as ref_model_id"
@@ -2300,7 +2313,7 @@ def main(
     use_kl_penalty=False,  # True costs a copy of the model (none with LoRA) and much of the time
     ref_model_id=None,  # a teacher (folder or name) as the reference; None: the model as it starts
     kl_coef=0.1,  # measured on three tasks; 0.3 keeps more, and may stop the learning
-    kl_estimator="k3",  # "k1", "k2": another number, in the loss the same gradient; or of EXACT
+    kl_estimator="k3",  # "k1", "k2": with kl_in = "loss" the same gradient; or a name in EXACT
     kl_gradient="reverse",  # of KL(policy || reference), for k1 to k3; "as_written": as in papers
     kl_in="loss",  # "loss_to_go", "reward" (with "k1"): a token also pays for the KL of later ones
     kl_adaptation_method="none",  # a name in TERM_RULES or COEFFICIENT_RULES, or "a+b" of both
@@ -2532,7 +2545,8 @@ def settings_from(arguments):
         argument_default=argparse.SUPPRESS,
     )
     for name, default in vars(cfg_with()).items():
-        kind = str if isinstance(default, str) else value_of
+        example = PRESETS["tiny"].get(name, default)
+        kind = str if isinstance(example, str) else value_of
         if isinstance(default, bool) or name == "resume":  # without a value it is True
             parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
         else:

@@ -25,7 +25,7 @@ def padded(rows):
 # 1. Settings.
 
 
-def make_controller(kl_coef=0.3, state=None, **options):
+def make_controller(kl_coef=0.1, state=None, **options):
     """Returns a starter.KLController. Its beta is the coefficient of the next step, its settings
     are what compute_grpo_kl_loss takes as kl.
 
@@ -65,7 +65,7 @@ def ppo_loss_fn_config(cliprange=0.2):
 IN_REWARD = KLSettings(kl_estimator="k1", kl_in="reward")
 
 
-def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.3, kl=IN_REWARD):
+def advantages_with_kl(advantages, logprobs, ref_logprobs, kl_coef=0.1, kl=IN_REWARD):
     """B advantages, B lists of log-probs -> B lists of advantages, one for each token: less
     kl_coef times the KL of this token and of all later ones.
 
@@ -180,7 +180,7 @@ async def compute_reference_logprobs(ref_client, prompt_tokens, response_tokens)
 def compute_grpo_kl_loss(
     data,
     logprobs_list,
-    kl_coef=0.3,
+    kl_coef=0.1,
     cliprange=0.2,
     advantages=None,
     old_logprobs=None,

@@ -224,8 +224,8 @@ def methods_table():
 def recipes_table():
     runs = runs_of("recipes")
     for settings, _ in runs:
-        names = ("epochs_per_rollout", "loss_average", "use_kl_penalty")
-        others = [f"`{name}={settings[name]}`" for name in names if name in settings]
+        names = ("epochs_per_rollout", "loss_average", "kl_coef")
+        others = [f"`{x}={settings[x]}`" for x in names if settings.get(x, "off") != "off"]
         settings["recipe"] = ", ".join([settings.get("recipe", "starter.py"), *others])
     return run_table(runs, ["recipe"])
 

@@ -154,7 +154,7 @@ class Conversation:
         self.log_probs = self.log_probs + response.log_probs[:n]
         self.finished = finished
         begun = starter.begun_answer({"prompt": self.messages})
-        if begun:
+        if self.messages[-1]["role"] == "assistant":  # it may be empty
             del self.messages[-1]
         self.messages = [*self.messages, {"role": "assistant", "content": begun + text}]
         return text
@@ -194,6 +194,7 @@ class Asker:
 
     async def answer_to(self, text):
         self.n_not_awaited -= 1
+        self.check_is_free()
         if self.own is None:
             self.own = self.begin(text)
         else:
@@ -215,12 +216,15 @@ class Asker:
                 raise asyncio.CancelledError from None
             raise
 
-    async def sampled(self, conversation, most=math.inf):
-        """Returns the Response that the policy gives next in this conversation, and its text."""
+    def check_is_free(self):
         if self.answer is not None:
             raise starter.InputError(
                 "an agent asked twice at once; await each ask() before the next one"
             )
+
+    async def sampled(self, conversation, most=math.inf):
+        """Returns the Response that the policy gives next in this conversation, and its text."""
+        self.check_is_free()
         self.asked = conversation, int(min(most, conversation.room()))
         self.answer = asyncio.get_running_loop().create_future()
         self.game.wait_for_turn(self)
@@ -254,6 +258,10 @@ class Asker:
             self.result = 0.0
         except Exception as error:
             if self.n_refused:  # of a client of ask.url, in its own words
+                say_once(
+                    "where an agent has no room left and ends with an error, its reward is 0",
+                    f" (the first: {error!r:.200})",
+                )
                 self.result = 0.0
             else:
                 error.add_note(f"It is of the agent, for {self.problem!r:.500}")
@@ -395,6 +403,11 @@ def play(agent, policy, llm, problems, cfg, seed, group_size, temperature):
         while requests := ranks.for_engine(None, cfg.vllm_tp):
             sample(policy, llm, requests, cfg, temperature)
     responses = ranks.gather(responses)
+    if cfg.use_kl_penalty and cfg.kl_in != "loss" and any(x.others for x in responses):
+        say_once(
+            f"kl_in = {cfg.kl_in!r}: of an agent's conversations each pays for its own KL, not for "
+            "that of the later ones"
+        )
     if not any(response.n_written() for response in responses):
         raise starter.RunStopped(
             "no agent asked the policy for anything, so that there is nothing to learn from; "

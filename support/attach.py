@@ -74,7 +74,7 @@ def prepare(policy, ref_model, tokenizer, problems, run):
     if ranks.WORLD == 1:
         fast.attach(policy, ref_model, prompts, cfg)  # compares in float32
         edits.replace(add_up_gradients=memory.add_up_gradients)
-        opinion.attach(run)
+        opinion.attach(run, [policy, ref_model])
     if cfg.frozen_in_bf16:
         memory.store_frozen_in_bf16(policy, ref_model, cfg)
     if cfg.engine == "vllm":  # before the processes divide the policy, which renames its class
@@ -94,5 +94,5 @@ def prepare(policy, ref_model, tokenizer, problems, run):
 def watch(run, policy, ref_model, tokenizer, optimizer):
     """4. Returns what looks on after each step and evaluation, and reports at the end."""
     memory.resume(run, optimizer)
-    opinion.resume(run, policy)
+    opinion.resume(run, [policy, ref_model])
     return guards.Guards(run, policy, ref_model, tokenizer, optimizer)

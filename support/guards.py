@@ -329,11 +329,12 @@ def evaluation_signs(metrics, state, step, cfg):
     first = state["before"] or metrics
     rise = metrics["solved"] - first["solved"]
     is_held = step >= 30 and rise < 0.2 and metrics["solved"] < 0.5 and cfg.use_kl_penalty
-    if is_held and not cfg.ref_model_id and state["kl_per_token"] < 0.2:
+    kl = state.get("kl_per_token")  # there is none before the first step
+    if is_held and not cfg.ref_model_id and kl is not None and kl < 0.2:
         yield (
             "held",
             f"after {step} steps {metrics['solved']:.0%} are solved, and the policy is only "
-            f"{state['kl_per_token']:.2g} nats per token from where it started: the KL penalty may "
+            f"{kl:.2g} nats per token from where it started: the KL penalty may "
             f"hold it there; lower kl_coef = {cfg.kl_coef:g}, for example to a tenth",
         )
     lost = [

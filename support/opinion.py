@@ -32,13 +32,15 @@ COMPARED = (
 
 
 class SecondOpinion:
-    """Of one run in one process."""
+    """Of one run in one process. models: the policy, and the reference or None."""
 
-    def __init__(self, run):
+    def __init__(self, run, models):
         self.run = run
+        self.models = models
         self.first_step = None  # of this process
         self.last_right = 0  # step
-        self.sampled = {}  # step: inputs of sample(), of the last step that was due
+        self.compared = None  # step and temperature of the last comparison
+        self.sampled = {}  # step: the last inputs of sample(), of the last step that was due
 
     def is_due(self, step):
         self.first_step = self.first_step or step
@@ -47,15 +49,20 @@ class SecondOpinion:
             due.append(2)
         return step in due
 
-    def sample(self, policy, llm, *inputs):
-        """Like starter.sample."""
+    def sample(self, policy, llm, requests, cfg, temperature):
+        """Like starter.sample. Of an agent's turns the first is compared; the evaluation after the
+        step before has another temperature."""
         sample = edits.OWN["sample"]
+        inputs = requests, cfg, temperature
         responses = sample(policy, llm, *inputs)
         step = self.run.state["step"] + 1
-        is_first = self.run.state["before"] is not None and step not in self.sampled
-        if llm is None and is_first and self.is_due(step):
+        if llm is None and self.run.state["before"] is not None and self.is_due(step):
             self.sampled = {step: (policy, llm, *inputs)}
-            if self.is_wrong(step, [policy], numbers_of_sampler, policy, responses, *inputs):
+            is_compared = self.compared == (step, temperature)
+            self.compared = step, temperature
+            if not is_compared and self.is_wrong(
+                step, numbers_of_sampler, policy, responses, *inputs
+            ):
                 responses = sample(policy, llm, *inputs)
         return responses
 
@@ -63,8 +70,7 @@ class SecondOpinion:
         """Like starter.rows_to_train_on."""
         step = self.run.state["step"] + 1
         if self.is_due(step):
-            models = [policy, ref_model]
-            wrong = self.is_wrong(step, models, numbers_of_step, batch, policy, ref_model, cfg)
+            wrong = self.is_wrong(step, numbers_of_step, batch, policy, ref_model, cfg)
             if wrong:
                 return self.sampled_again(batch, step)
             if wrong is False:
@@ -81,7 +87,7 @@ class SecondOpinion:
                 batch["sampler_log_probs"] = others["sampler_log_probs"]
         return batch
 
-    def is_wrong(self, step, models, numbers, *inputs):
+    def is_wrong(self, step, numbers, *inputs):
         """Compares numbers(*inputs), if there is memory for it. Where they differ, says so and puts
         support/'s mechanics aside."""
         try:
@@ -101,7 +107,7 @@ class SecondOpinion:
             "and they stay out of this run"
         )
         self.run.state["put_aside"] = step
-        put_aside(self.run.cfg, models)
+        put_aside(self.run.cfg, self.models)
         return True
 
 
@@ -159,7 +165,10 @@ def numbers_of_rows(some, policy, ref_model, cfg):
             torch.manual_seed(0)
             random.seed(0)
             inputs = dict(some), cfg, ref_model, cfg.kl_coef
-            found["loss"], _ = starter.grpo_microbatch_step(policy, *inputs)
+            loss, _ = starter.grpo_microbatch_step(policy, *inputs)
+        # Of the same rows, without regard to signs: advantages may cancel
+        size = some["weights"] * (some["advantages"].abs() + cfg.kl_coef)
+        found["loss"] = loss / size.sum().clamp(min=1e-12)
         found["gradient"] = fast.some_of_gradient(policy)
     finally:
         starter.MECHANICS["token_statistics"] = in_place
@@ -185,7 +194,7 @@ def difference_of(name, ours, plain):
         return float("inf")
     if plain.numel() == 0 or torch.equal(ours, plain):
         return 0.0
-    if name in ("gradient", "loss"):
+    if name == "gradient":
         return ((ours - plain).norm() / plain.norm()).item()
     return ((ours - plain).abs().max() / plain.abs().max().clamp(min=0.3)).item()
 
@@ -217,22 +226,21 @@ def own_mechanics(*models):
 def put_aside(cfg, models):
     """Has starter.py's own mechanics run from here on."""
     use_own_mechanics(models)
-    most = starter.LOGITS_AT_ONCE // models[0].config.get_text_config().vocab_size
-    cfg.max_tokens_per_microbatch = min(most, cfg.max_tokens_per_microbatch)
+    starter.limit_logits(models[0], cfg)  # all of which a microbatch then has at once
 
 
-def attach(run):
+def attach(run, models):
     """Compares where there is something to compare."""
     if "token_statistics" in edits.replaced_names():
-        opinion = SecondOpinion(run)
+        opinion = SecondOpinion(run, models)
         edits.replace(sample=opinion.sample, rows_to_train_on=opinion.rows_to_train_on)
     else:
         edits.replace(rows_to_train_on=rows.with_gradient)
 
 
-def resume(run, policy):
+def resume(run, models):
     """A run that was put aside stays so when it goes on."""
     step = run.state.get("put_aside")
     if step:
         print(f"support/'s mechanics stay out of this run, as they do from step {step} on")
-        put_aside(run.cfg, [policy])
+        put_aside(run.cfg, models)

@@ -28,14 +28,30 @@ from support.resumed import first_numbers
 # 1. Parameters
 
 KINDS = {bool: [bool], int: [int], float: [int, float]}  # of a default: of a value
-# Below these, training would go wrong in silence
+# Below these a run would go wrong, in silence or late
 SMALLEST = {
+    "n_train_steps": 0,
+    "rollout_batch_size": 1,
+    "max_new_tokens": 1,
+    "max_tokens_per_microbatch": 1,
     "epochs_per_rollout": 1,
     "importance_cap": 1,
-    "kl_ratio_cap": 1,
     "max_grad_norm": 1e-9,
+    "warmup_steps": 0,
+    "lora_rank": 0,
     "vllm_tp": 1,
+    "n_eval_problems": 1,
+    "eval_temperature": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "kl_ratio_cap": 1,
+    "kl_clip_threshold": 1e-9,
+    "kl_target": 1e-9,
+    "dynamic_beta_decay": 1e-9,
+    "beta_min": 0,
+    "beta_schedule_steps": 1,
 }
+EXAMPLES = {"kl_clip_threshold": 1.0, "max_sampler_diff": 0.1}  # of what is None by default
 # What only a rule of kl_adaptation_method reads
 OF_A_RULE = set(
     "kl_clip_threshold kl_target dynamic_beta_decay reward_threshold beta_min "
@@ -57,7 +73,7 @@ def check_kinds(cfg, given):
         if given[name] != default:
             changed[name] = value
         check_is_read(name, value, cfg)
-        example = preset.get(name, default)
+        example = preset.get(name, EXAMPLES.get(name, default))
         kinds = KINDS.get(type(example))
         if kinds and type(value) not in kinds and name != "clip_range":  # may be two numbers
             example = True if kinds == [bool] else example or 1
@@ -66,9 +82,16 @@ def check_kinds(cfg, given):
             )
         if name in SMALLEST and not value >= SMALLEST[name]:
             raise InputError(f"{name} = {value} must be {SMALLEST[name]} or more")
+    check_clip_range(cfg.clip_range)
     if changed:
         print(f"not the defaults: {changed}")
     say_what_is_for_the_script(cfg)
+
+
+def check_clip_range(clip_range):
+    pair = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    if len(pair) != 2 or not all(isinstance(x, (int, float)) and x >= 0 for x in pair):
+        raise InputError(f"clip_range = {clip_range!r:.100} must be a number, such as 0.2, or two")
 
 
 def is_program():
@@ -240,7 +263,7 @@ def check_template(problems, tokenizer, cfg):
     switches = {"enable_thinking"} if cfg.enable_thinking else set()
     n_cut = 0
     for problem in problems:
-        switches |= problem.get("chat_template_kwargs", {}).keys()
+        switches |= (problem.get("chat_template_kwargs") or {}).keys()
         switches |= {"tools"} if problem.get("tools") else set()
         left_out = messages_left_out(problem, tokenizer.decode(problem["prompt_ids"]))
         if left_out:  # or the tokenizer does not know some of its characters

@@ -258,7 +258,21 @@ def rows_of_parquet(path):
         from pyarrow import parquet
     except ImportError:
         raise InputError(f"{path}: to read Parquet, install pyarrow") from None
-    return parquet.read_table(path).to_pylist()
+    return map(row_of_arrow, parquet.read_table(path).to_pylist())
+
+
+def row_of_arrow(row):
+    """All rows have the same keys there, also inside of tools or messages: one that a row had not
+    is None. Those are taken out, but for the names of columns."""
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
+def without_nulls(x):
+    if isinstance(x, dict):
+        return {key: without_nulls(value) for key, value in x.items() if value is not None}
+    if isinstance(x, list):
+        return [without_nulls(value) for value in x]
+    return x
 
 
 def rows_of_hub(name, configuration, split):
@@ -266,7 +280,8 @@ def rows_of_hub(name, configuration, split):
     try:
         from datasets import load_dataset
 
-        return load_dataset(name, configuration or None, split=split or "train")
+        rows = load_dataset(name, configuration or None, split=split or "train")
+        return map(row_of_arrow, rows)
     except Exception as error:  # whatever the library raises over a network and others' files
         raise InputError(
             f"there is no file {name!r}, and no such data set can be loaded "

@@ -24,9 +24,9 @@ def now(monkeypatch):
     runs = []
     attach = opinion.attach
 
-    def attach_and_keep(run):
+    def attach_and_keep(run, models):
         runs.append(run)
-        attach(run)
+        attach(run, models)
 
     monkeypatch.setattr(opinion, "attach", attach_and_keep)
     return lambda: runs[-1].state["step"] + 1
