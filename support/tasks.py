@@ -304,6 +304,13 @@ def is_message(message):
     return message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
+def with_content(message):
+    """A message of OpenAI's kind that only calls tools may have none."""
+    if message.get("tool_calls"):
+        return {**message, "content": message.get("content") or ""}
+    return message
+
+
 def is_answer(answer):
     """Whether this is a text or number without tags, or a list of such."""
     if isinstance(answer, list):
@@ -334,6 +341,7 @@ def as_problem(row):
     prompt = row.get(prompt_name)
     is_prompt = isinstance(prompt, str)
     if isinstance(prompt, list):
+        prompt = [with_content(message) for message in prompt]
         is_prompt = all(map(is_message, prompt))
         # As in data to imitate: without an answer beside it, a chat's last words are the answer
         if prompt and prompt[-1].get("role") == "assistant" and not row.keys() & set(ANSWERS):

@@ -158,6 +158,31 @@ def test_files_of_other_kinds_are_read_as_they_are(name, tmp_path):
     assert starter.read_problems(path) == TWO
 
 
+def test_rows_of_parquet_have_only_the_keys_that_they_had(tmp_path):
+    """A column of Parquet has all keys in all rows, as null where a row had none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [
+        {"prompt": "a", "answer": 1, "tools": [{"name": "add"}], "chat_template_kwargs": {"x": 1}},
+        {"prompt": "b", "answer": 2, "tools": [{"type": "b"}], "chat_template_kwargs": None},
+    ]
+    path = tmp_path / "a.parquet"
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    assert starter.read_problems(path) == rows
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_message_that_only_calls_tools_needs_no_content(content, tmp_path):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    chat = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "tool_calls": calls, **content},
+        {"role": "tool", "content": "2"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat, "answer": 2}])
+    [problem] = starter.read_problems(path)
+    assert problem["prompt"] == [chat[0], {**chat[1], "content": ""}, chat[2]]
+
+
 def test_parquet_without_pyarrow_costs_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")

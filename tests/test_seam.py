@@ -274,7 +274,7 @@ STEP = "        # 1. Sample a group of responses"
 NOISE = """\
             for parameter in trainable:
                 parameter.grad += 1e-3 * torch.randn(parameter.shape)
-            sums["grad_norm"] = clip_gradient"""
+            sums = joined(sums, {"grad_norm": clip_gradient"""
 TWO_OPTIMIZERS = """\
     class Both:
         def __init__(self):
@@ -327,6 +327,7 @@ PROMPT_KL = """\
     prompt_stats = token_statistics(policy, of_prompts, 1.0, cfg.precision, ref_model)
     loss = loss + 0.1 * prompt_stats["kl_per_token"]
     loss = torch.where(mask"""
+STATISTICS = '        "entropy": -(log_p.exp() * log_p).sum(dim=1),\n'
 KL = dict(use_kl_penalty=True, kl_coef=0.3)
 
 EDITS = dict(
@@ -370,6 +371,18 @@ EDITS = dict(
         },
         refused("'entropy' is logged twice"),
     ),
+    statistic_with_the_name_of_the_loss=Edit(
+        {STATISTICS: STATISTICS + '        "loss": logits.logsumexp(dim=1),\n'},
+        refused("'loss' is logged twice"),
+    ),
+    statistic_with_the_name_of_the_gradients_norm=Edit(
+        {STATISTICS: STATISTICS + '        "grad_norm": logits.logsumexp(dim=1),\n'},
+        refused("'grad_norm' is logged twice"),
+    ),
+    statistic_with_the_name_of_the_rate=Edit(
+        {STATISTICS: STATISTICS + '        "lr": logits.logsumexp(dim=1),\n'},
+        refused("'lr' is logged twice"),
+    ),
     group_statistic_with_the_name_of_another=Edit(
         {
             "    if not is_scored.all():\n        metadata": """\
@@ -405,7 +418,9 @@ EDITS = dict(
         },
         refused("step 2: the learning rate was set to"),
     ),
-    gradient_noise=Edit({'            sums["grad_norm"] = clip_gradient': NOISE}, ends_well),
+    gradient_noise=Edit(
+        {'            sums = joined(sums, {"grad_norm": clip_gradient': NOISE}, ends_well
+    ),
     response_in_the_state=Edit(
         {"        # 5. Log, evaluate and save.": "        state['first'] = responses[0]"},
         refused(r"run.state\['first'\] cannot be read back from a checkpoint"),

@@ -187,16 +187,20 @@ def test_switches_that_a_template_lacks_are_said(capsys):
         assert f"Warning: the chat template has no {name}, so" in printed
 
 
-def test_answer_that_a_prompt_began_goes_on():
-    """The response follows the assistant's words without an end of turn between them."""
+@pytest.mark.parametrize("begun", ["<answer>", "<answer> ", " ", "\n\n", " a\n"])
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim"])
+def test_answer_that_a_prompt_began_goes_on(begun, content):
+    """The response follows the assistant's words, and the blanks behind them, without an end of
+    turn between them. Blanks before the words are as the template writes them."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ " + content + " }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    chat = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "<answer>"}]
-    ids = starter.ids_of_prompt({"prompt": chat}, tokenizer, False)
-    assert tokenizer.decode(ids) == "<|user|>2 + 3<|end|><|assistant|><answer>"
+    chat = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": begun}]
+    text = starter.text_of_prompt({"prompt": chat}, tokenizer, False)
+    written = begun.lstrip() if "trim" in content and begun.strip() else begun
+    assert text == f"<|user|>2 + 3<|end|><|assistant|>{written}"
 
 
 def test_empty_message_of_the_assistant_begins_no_answer():
