@@ -575,6 +575,23 @@ def test_batch_is_shifted_once_and_masked_by_lengths():
             starter.make_batch(responses, torch.ones(2, width), "cpu")
 
 
+def test_ids_are_those_of_tokens_where_a_row_has_none():
+    """A prompt of one token without a response: there is nothing to predict from."""
+    responses = [Response([5], [], [], True), Response([5], [6, 7], [-0.5, -0.5], True)]
+    batch = starter.make_batch(responses, torch.ones(2), "cpu")
+    assert batch["input_ids"][1].tolist() == [5, 6]
+    assert batch["input_ids"].min() >= 0 and not batch["response_mask"][0].any()
+
+
+def test_exact_kl_that_is_not_given_costs_one_sentence():
+    log_probs = torch.zeros(1, 2)
+    kl = starter.KLSettings(kl_estimator="exact")
+    with pytest.raises(InputError, match="kl_estimator = 'exact' needs exact_kl; give it, or 'k3'"):
+        starter.compute_loss(
+            torch.ones(1, 1), log_probs, log_probs, 0.2, log_probs, 0.1, kl_settings=kl
+        )
+
+
 def test_microbatches_hold_every_row_once_within_the_budget():
     """The widest comes first, for the memory."""
     lengths = [40, 3, 17, 17, 1, 8, 30, 2, 25]

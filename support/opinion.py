@@ -138,6 +138,8 @@ def numbers_of_step(batch, policy, ref_model, cfg):
     longest = batch["response_mask"].sum(dim=1).argmax().item()
     chosen = sorted({longest, *likelihood.argsort()[:2].tolist()})
     [some] = starter.cut_microbatches(starter.keep_rows(batch, chosen), 10**9)
+    if not some["advantages"].any():  # a gradient of rounding alone would tell nothing
+        some["advantages"] = some["response_mask"].float()
     cfg = SimpleNamespace(**vars(cfg))
     if not (cfg.frozen_in_bf16 or fast.COMPILED):  # else more is rounded, or compiled anew
         cfg.precision = "float32"

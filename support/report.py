@@ -35,9 +35,9 @@ def write_report(result, policy, ref_model, llm, problems, run):
     result["kl_per_token"] = nats.mean().item()
     if run.writes_files:
         reference = cfg.ref_model_id or "model before training"
-        # Neither is there where no step was trained, or without a penalty
-        is_changed = run.state.get("reference") != run.state.get("first_reference")
-        if ref_model is not None and is_changed:
+        first = run.state.get("first_reference")
+        last = run.state.get("reference", first)  # there is none where no step was trained
+        if ref_model is not None and last != first:
             reference = "reference at the end"
         text = "\n".join(lines_of_report(result, nats, n, run, reference))
         print(text)

@@ -506,6 +506,42 @@ def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
         play(checkpoint, tmp_path, agent)
 
 
+def responses_by(folder, agent):
+    policy, _, problems, cfg = started(folder)
+    return starter.rollout(policy, None, problems, cfg, "test", 4, 1.0, agent)
+
+
+def test_second_question_that_is_refused_is_not_read(tmp_path):
+    """Where the agent goes on: nothing of it is in the row that it learns from."""
+    folder = save_model(tmp_path, TEMPLATES["ChatML"])
+
+    async def asks(problem, ask):
+        return variety(await ask(problem["prompt"]), problem)
+
+    async def asks_too_early(problem, ask):
+        both = ask(problem["prompt"]), ask("12 ab")
+        answer, refused = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(refused, starter.InputError)
+        return variety(answer, problem)
+
+    assert responses_by(folder, asks_too_early) == responses_by(folder, asks)
+
+
+def test_empty_message_of_the_assistant_is_no_turn(tmp_path):
+    """The answer takes its place: roles alternate, which this template asks for."""
+    folder = save_model(tmp_path, TEMPLATES["like Gemma, turns in order"])
+    empty = {"role": "assistant", "content": ""}
+
+    def agent_after(more):
+        async def agent(problem, ask):
+            answer = await ask([user(problem["prompt"]), *more])
+            return variety(answer + await ask("12 ab"), problem)
+
+        return agent
+
+    assert responses_by(folder, agent_after([empty])) == responses_by(folder, agent_after([]))
+
+
 def test_agent_needs_support(checkpoint, tmp_path, without_support):
     with pytest.raises(starter.InputError, match="need the folder support/ beside this file"):
         starter.main(**agent_settings(checkpoint, tmp_path))
@@ -582,8 +618,11 @@ def test_program_with_openais_client_trains_as_an_agent_does(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("average", ["grpo", "dapo", "dr_grpo"])
-def test_conversations_that_branch_are_rows_that_share_the_weight_of_a_response(tmp_path, average):
-    """An agent that goes on from its first answer, then anew. Each answer is learnt from once."""
+def test_conversations_that_branch_are_rows_that_share_the_weight_of_a_response(
+    tmp_path, average, capsys
+):
+    """An agent that goes on from its first answer, then anew. Each answer is learnt from once. That
+    no conversation pays for the KL of another one is said where this could be expected."""
 
     async def branches(problem, client):
         first = [user(problem["prompt"])]
@@ -597,7 +636,11 @@ def test_conversations_that_branch_are_rows_that_share_the_weight_of_a_response(
 
     lengths = []
     policy, _, problems, cfg = started(save_model(tmp_path, TEMPLATES["ChatML"]))
+    cfg.use_kl_penalty = True
+    cfg.kl_in = "loss_to_go" if average == "dr_grpo" else "loss"
     responses = starter.rollout(policy, None, problems, cfg, "test", 2, 1.0, with_client(branches))
+    said = "of an agent's conversations each pays for its own KL, not for that of the later ones"
+    assert (said in capsys.readouterr().out) == (average == "dr_grpo")
     assert all(len(response.others) == 2 for response in responses)
     for response in responses:
         for part in (response, *response.others):
@@ -701,7 +744,9 @@ def test_request_that_is_malformed_gets_a_sentence_and_harms_nobody(tmp_path, ch
             socket.create_connection(("127.0.0.1", int(address.split(":")[2].split("/")[0])), 1)
 
 
-def test_conversation_of_a_program_without_room_ends_as_an_agents_does(checkpoint, tmp_path):
+def test_conversation_of_a_program_without_room_ends_as_an_agents_does(
+    checkpoint, tmp_path, capsys
+):
     async def endless(problem, client):
         messages = [user(problem["prompt"])]
         for _ in range(50):
@@ -711,6 +756,8 @@ def test_conversation_of_a_program_without_room_ends_as_an_agents_does(checkpoin
 
     log = play(checkpoint, tmp_path, with_client(endless))
     assert log["train/reward_mean"][1] == 0 and log["train/truncated_frac"][1] == 1
+    said = "where an agent has no room left and ends with an error, its reward is 0 (the first: "
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_programs_that_block_a_thread_each_run_together(checkpoint, tmp_path):

@@ -26,6 +26,7 @@ GIVEN = {
         "run_name": "5",
         "out_dir": "2024-a",
     },
+    "--model_id 123 --task 5 --seed 5": {"model_id": "123", "task": "5", "seed": 5},
     "--seed __import__('os').abort()": {"seed": "__import__('os').abort()"},
 }
 

@@ -2,6 +2,7 @@
 run is starter.py's alone, to the bit."""
 
 import functools
+import itertools
 import math
 import shutil
 
@@ -165,14 +166,21 @@ def test_reference_whose_own_forward_pass_is_not_called_is_found_at_once(
 def test_run_that_was_put_aside_stays_so_after_a_resume(
     checkpoint, tmp_path, monkeypatch, now, capsys
 ):
+    """The reference's, too: the same bits as in one go."""
     spoil(monkeypatch, now, "token_statistics", scaled_log_probs)
-    given = settings(checkpoint, tmp_path, save_every=1, max_sampler_diff=math.inf)
-    given["n_train_steps"] = 10
+    given = settings(checkpoint, tmp_path / "runs", n_train_steps=LAST, save_every=FOUND)
+    given |= dict(use_kl_penalty=True, kl_coef=1.0, max_sampler_diff=math.inf)
     folder = starter.main(**given)["run_folder"]
-    given["n_train_steps"] = 12
-    starter.main(**given, resume=str(folder))
+    again = shutil.copytree(folder, tmp_path / "again")
+    last = f"checkpoint_{LAST:08d}.pt"
+    for path in [*again.glob("events*"), again / last]:
+        path.unlink()
+    capsys.readouterr()
+    starter.main(**given, resume=str(again))
     assert "stay out of this run, as they do from step 10 on" in capsys.readouterr().out
     assert "token_statistics" not in edits.replaced_names()
+    found = [torch.load(path / last, weights_only=True)["model"] for path in (folder, again)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -181,6 +189,26 @@ def test_healthy_run_is_never_put_aside(checkpoint, tmp_path, precision, capsys)
     """Also where the file is edited, which is compared in step 2 as well."""
     given = settings(checkpoint, tmp_path, n_train_steps=11, precision=precision, **EXACT)
     starter.main(**given)
+    printed = capsys.readouterr().out
+    assert "token_statistics" in printed and "repeated" not in printed
+
+
+def test_losses_that_cancel_are_compared_in_their_own_size(checkpoint, tmp_path, capsys):
+    """The advantages of a group of two are opposite, and the sum of these two losses is 0 but for
+    rounding, which is another one in support/."""
+    rewards = itertools.cycle([0.0, 1.0])
+    given = dict(rollout_batch_size=2, group_size=2, loss_average="grpo", n_train_steps=1)
+    given["reward"] = lambda text, problem: next(rewards)
+    starter.main(**settings(checkpoint, tmp_path, **given))
+    printed = capsys.readouterr().out
+    assert "token_statistics" in printed and "repeated" not in printed
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_gradient_of_nothing_but_rounding_is_no_fault(checkpoint, tmp_path, estimator, capsys):
+    """No advantage in the first step, in which the policy is the reference."""
+    given = dict(use_kl_penalty=True, kl_estimator=estimator, reward=lambda text, problem: 1.0)
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=1, **given))
     printed = capsys.readouterr().out
     assert "token_statistics" in printed and "repeated" not in printed
 

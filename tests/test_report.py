@@ -64,6 +64,13 @@ def test_report_has_changes_interval_and_kl(finished):
         assert f"): {result['kl_per_token']:.3f} nats per token" in text
 
 
+def test_run_of_no_steps_with_the_penalty_has_a_report(checkpoint, tmp_path, capsys):
+    given = settings(checkpoint, tmp_path, n_train_steps=0, use_kl_penalty=True)
+    folder = starter.main(**given)["run_folder"]
+    assert "model before training): 0.000 nats per token" in (folder / "report.txt").read_text()
+    assert "ends here" not in capsys.readouterr().out
+
+
 def test_hparams_hold_the_settings_of_the_run(finished):
     plugin = log_of(finished[1]["run_folder"]).summary_metadata["_hparams_/session_start_info"]
     content = HParamsPluginData.FromString(plugin.plugin_data.content)

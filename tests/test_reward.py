@@ -414,6 +414,6 @@ def test_second_interrupt_ends_a_run_whose_async_reward_hangs(checkpoint, tmp_pa
 def test_reward_of_several_numbers_is_refused_without_support_too(without_support):
     """As a table it would be taken for the rewards of several responses."""
     responses = [Response([5], [6, 1], [0.0, 0.0], True)] * 2
-    for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong"):
+    for reward in (lambda *_: (1.0, 0.0), lambda *_: "wrong", lambda *_: 10**400):
         with pytest.raises(starter.InputError, match="must return one number, or None"):
             starter.score(responses, [{"prompt": "a"}], make_tokenizer(), reward)
