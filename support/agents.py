@@ -281,7 +281,7 @@ def number_of(result):
     """What an agent returned -> a number, or None."""
     try:
         return None if result is None else float(result)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise starter.InputError(
             f"the agent returns {result!r:.100}, and must return one number, or None"
         ) from None

@@ -492,6 +492,11 @@ async def returns_two_numbers(problem, ask):
     return [1.0, 2.0]
 
 
+async def returns_what_no_float_holds(problem, ask):
+    await ask(problem["prompt"])
+    return 10**400
+
+
 @pytest.mark.parametrize(
     "agent, words",
     [
@@ -499,6 +504,7 @@ async def returns_two_numbers(problem, ask):
         (forgets_to_await, r"called ask\(\) without await"),
         (returns_a_text, "must return one number, or None"),
         (returns_two_numbers, "must return one number, or None"),
+        (returns_what_no_float_holds, "must return one number, or None"),
     ],
 )
 def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
