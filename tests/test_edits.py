@@ -424,9 +424,9 @@ AVERAGES = {
     ),
     metric_named_solved=Edit(
         {
-            '        metrics["truncated_frac"] =': """\
+            "        metrics = joined(metrics, others)": """\
         metrics["solved"] = (rewards >= 0.5).float().mean().item()
-        metrics["truncated_frac"] ="""
+        metrics = joined(metrics, others)"""
         },
         check=lambda run: (
             run.logged["train/solved"]
@@ -472,9 +472,9 @@ torch.optim.AdamW(
     ),
     metric_of_your_own=Edit(
         {
-            '        metrics["truncated_frac"] =': """\
+            "        metrics = joined(metrics, others)": """\
         metrics["zeros"] = sum(response.response_ids.count(33) for response in responses)
-        metrics["truncated_frac"] ="""
+        metrics = joined(metrics, others)"""
         },
         check=lambda run: sum(run.logged["train/zeros"]) == n_zeros(run),
     ),
