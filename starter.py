@@ -726,6 +726,8 @@ def call_reward(reward, text, problem, **more):
     try:
         with torch.enable_grad():  # so that a reward which turns gradients off does so for itself
             return reward(text, problem, **more)
+    except SystemExit:  # of what it runs: it would end this program as if all were well
+        raise RuntimeError(f"exit() was called by the reward, for {text!r:.500}") from None
     except Exception as error:
         error.add_note(f"It is of the reward, for {text!r:.500}, a response to {problem!r:.500}")
         raise
@@ -1721,8 +1723,24 @@ def take_over(policy, optimizer, saved):
     """Loads {"model": ..., "optimizer": ...}. The optimiser keeps its settings, such as
     weight_decay."""
     policy.load_state_dict(saved["model"])
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+    groups = optimizer.state_dict().get("param_groups", [])
+    before = saved["optimizer"].get("param_groups", [])
+    if settings_of(groups) != settings_of(before):
+        print(
+            f"resume: the optimiser's settings are {settings_of(groups)}, and they were "
+            f"{settings_of(before)}; what an optimiser counts among its settings begins anew"
+        )
+    own = {"param_groups": groups} if groups else {}
+    optimizer.load_state_dict({**saved["optimizer"], **own})
+
+
+def settings_of(groups):
+    """Parameter groups of an optimiser -> a text, without the rates, which train() sets."""
+    if not groups or isinstance(groups[0], list):  # of several optimisers
+        return ", ".join(map(settings_of, groups))
+    left_out = {"params", "lr", "initial_lr", "scheduled_lr"}
+    settings = [{name: x for name, x in group.items() if name not in left_out} for group in groups]
+    return json.dumps(settings, default=str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2127,7 +2145,7 @@ def train(
         others = {
             "lr": optimizer.param_groups[0]["lr"],
             "response_length": fmean(response.n_written() for response in responses),
-            "truncated_frac": fmean(not response.finished for response in responses),
+            "truncated_frac": fmean(not x.finished for _, x in conversations_of(responses)),
             "time/rollout": rollout_seconds,
             "time/total": time.perf_counter() - start,
         }

@@ -84,6 +84,6 @@ def dynamic_sound(controller, cfg, kl, reward):
 
 
 for rule in (clip, clip_sound, sigmoid, sigmoid_sound, length_normalized, length_normalized_sound):
-    starter.TERM_RULES[rule.__name__] = rule
+    starter.TERM_RULES.setdefault(rule.__name__, rule)  # one of yours stays
 for rule in (target_sound, dynamic, dynamic_sound):
-    starter.COEFFICIENT_RULES[rule.__name__] = rule
+    starter.COEFFICIENT_RULES.setdefault(rule.__name__, rule)

@@ -145,9 +145,12 @@ class Conversation:
         ends = [text.find(word) for word in stop if word in text]
         if ends:
             [tokenizer] = TOKENIZER
-            n = 1
-            while not any(word in tokenizer.decode(response.response_ids[:n]) for word in stop):
-                n += 1
+            for i in range(1, n):
+                ids = response.response_ids[:i]
+                begun = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                if any(word in begun for word in stop):
+                    n = i
+                    break
             text = text[: min(ends)]
             finished = True
         self.ids = self.ids + response.response_ids[:n]
@@ -256,7 +259,9 @@ class Asker:
                 )
         except (NoRoom, asyncio.CancelledError):  # after Ctrl-C nobody looks at the result
             self.result = 0.0
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit):  # would end the event loop, for which all wait
+                error = RuntimeError("exit() was called by the agent")
             if self.n_refused:  # of a client of ask.url, in its own words
                 say_once(
                     "where an agent has no room left and ends with an error, its reward is 0",

@@ -28,6 +28,7 @@ from support.tasks import read_rows  # noqa: F401
 def begin(cfg):
     """1. Before anything else: that each setting is of its kind; and the processes that torchrun
     started. Raises InputError."""
+    edits.check_is_served()
     edits.restore()  # after an earlier run of this process
     engines.ROUNDS.clear()
     ranks.connect(cfg)

@@ -18,8 +18,9 @@ import starter
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 SHIPPED = json.loads(SHIPPED_FILE.read_text("utf-8"))  # name: fingerprint, and one of each line
 
+SERVED = starter.MECHANICS
 # name: the mechanic that stands in starter.py, also where another one runs in its place
-OWN = dict(starter.MECHANICS)
+OWN = dict(SERVED)
 
 # What a mechanic of starter.py calls, and the one of support/ does not
 PARTS = {
@@ -133,6 +134,15 @@ def replace(**functions):
 def replaced_names():
     """Returns the names of the mechanics in whose place others run."""
     return sorted(name for name in OWN if starter.MECHANICS[name] is not OWN[name])
+
+
+def check_is_served():
+    """Raises InputError where starter.py was loaded anew, after what of support/ serves it."""
+    if starter.MECHANICS is not SERVED:
+        raise starter.InputError(
+            "starter.py was loaded anew, and support/ still serves the one before; start Python, "
+            "or the kernel of the notebook, again"
+        )
 
 
 def restore(*names):

@@ -9,6 +9,7 @@ import contextlib
 import random
 from types import SimpleNamespace
 
+import numpy
 import torch
 
 import starter
@@ -38,7 +39,6 @@ class SecondOpinion:
         self.run = run
         self.models = models
         self.first_step = None  # of this process
-        self.last_right = 0  # step
         self.compared = None  # step and temperature of the last comparison
         self.sampled = {}  # step: the last inputs of sample(), of the last step that was due
 
@@ -74,7 +74,7 @@ class SecondOpinion:
             if wrong:
                 return self.sampled_again(batch, step)
             if wrong is False:
-                self.last_right = step
+                self.run.state["last_right"] = step
         return rows.with_gradient(batch, policy, ref_model, cfg)
 
     def sampled_again(self, batch, step):
@@ -99,9 +99,8 @@ class SecondOpinion:
             fault = f"the comparison with starter.py's own functions failed with {error!r:.200}"
         if fault is None:
             return False
-        last = (
-            f"the last right step was {self.last_right}" if self.last_right else "it never fitted"
-        )
+        last_right = self.run.state.get("last_right")
+        last = f"the last right step was {last_right}" if last_right else "it never fitted"
         print(
             f"step {step}: {fault}; {last}. This step is repeated without support/'s mechanics, "
             "and they stay out of this run"
@@ -119,7 +118,7 @@ def numbers_of_sampler(policy, responses, requests, cfg, temperature):
     surprises = [-sum(response.log_probs[:LONGEST]) for response in responses]
     i = surprises.index(max(surprises))
     request = requests[i]._replace(max_new_tokens=min(LONGEST, requests[i].max_new_tokens))
-    with own_mechanics(policy):
+    with own_mechanics(policy), random_numbers_of_its_own():
         [again] = starter.rollout_with_transformers(policy, [request], cfg, temperature)
     pairs = []
     tokens = zip(responses[i].response_ids, again.response_ids)
@@ -160,12 +159,9 @@ def numbers_of_rows(some, policy, ref_model, cfg):
         found.update({name: x.detach() for name, x in stats.items()})
         return stats
 
-    generator = random.getstate()
     starter.MECHANICS["token_statistics"] = keep
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            random.seed(0)
+        with random_numbers_of_its_own():
             inputs = dict(some), cfg, ref_model, cfg.kl_coef
             loss, _ = starter.grpo_microbatch_step(policy, *inputs)
         # Of the same rows, without regard to signs: advantages may cancel
@@ -174,9 +170,23 @@ def numbers_of_rows(some, policy, ref_model, cfg):
         found["gradient"] = fast.some_of_gradient(policy)
     finally:
         starter.MECHANICS["token_statistics"] = in_place
-        random.setstate(generator)
         memory.forget_gradients(policy)
     return found
+
+
+@contextlib.contextmanager
+def random_numbers_of_its_own():
+    """What is drawn inside is the same each time, and changes nothing that is drawn later."""
+    generators = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(0)
+            numpy.random.seed(0)
+            torch.manual_seed(0)
+            yield
+    finally:
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
 
 
 def fault_among(pairs, limit):

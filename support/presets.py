@@ -10,7 +10,8 @@ import starter
 from support import ranks
 
 NUMBERS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-starter.PRESETS |= NUMBERS["presets"]
+for name, preset in NUMBERS["presets"].items():
+    starter.PRESETS.setdefault(name, preset)  # one of yours stays
 
 
 def choose(cfg):

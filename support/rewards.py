@@ -31,6 +31,8 @@ async def results_of(values):
         async with limit:
             try:
                 return await value
+            except SystemExit:  # would end the event loop, for which all wait
+                raise RuntimeError("exit() was called by the reward") from None
             except Exception as error:
                 error.add_note("It is of the reward")
                 raise

@@ -3,7 +3,7 @@
 import starter
 from support import edits
 
-LOSS = edits.called_by("grpo_microbatch_step") | {"weights_of_tokens"}
+LOSS = edits.called_by("add_up_gradients") | {"weights_of_tokens", "cut_microbatches"}
 
 
 def with_gradient(batch, policy, ref_model, cfg):

@@ -415,8 +415,9 @@ def check_resume(run):
 
 
 def plain(problem):
-    """A problem as two processes write it: a function by its name."""
-    return {name: getattr(x, "__qualname__", x) for name, x in problem.items()}
+    """A problem as two processes write it: a function by its name, and nothing by its address."""
+    named = {name: getattr(x, "__qualname__", x) for name, x in problem.items()}
+    return re.sub(" at 0x[0-9a-f]+", "", repr(named))
 
 
 def note_changed_sources(policy, problems, cfg):

@@ -24,12 +24,13 @@ OF_UPDATE = "advantages", "weights", "sampler_log_probs"
 
 
 def response_of(microbatch, i):
-    """Returns the ids of a row, by which its response is found, and the columns of that. A response
-    may hold tokens that were only read, which the mask leaves out."""
+    """Returns the ids of a row with the length of its prompt, by which its response is found, and
+    the columns of that. A response may hold tokens that were only read, which the mask leaves
+    out."""
     columns = microbatch["response_mask"][i].nonzero()[:, 0].tolist() or [0]
     columns = slice(columns[0], columns[-1] + 1)
     ids = microbatch["input_ids"][i, : columns.start + 1].tolist()
-    return tuple(ids + microbatch["labels"][i, columns].tolist()), columns
+    return (len(ids), *ids, *microbatch["labels"][i, columns].tolist()), columns
 
 
 class Page:
@@ -110,7 +111,8 @@ class Page:
                 read = [math.isnan(response.log_probs[t]) for t in places]  # between turns
                 if any(read):
                     of_response["read"] = read
-                key = tuple(response.prompt_ids + response.response_ids)
+                prompt_ids = response.prompt_ids
+                key = (len(prompt_ids), *prompt_ids, *response.response_ids)
                 for name, values in numbers.get(key, {}).items():
                     of_response[name] = " ".join(f"{values[t]:.5g}" for t in places)
                 shown.append(of_response)

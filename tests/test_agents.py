@@ -8,8 +8,10 @@ import math
 import random
 import shutil
 import socket
+import sys
 import threading
 import time
+from statistics import fmean
 
 import pytest
 import torch
@@ -512,6 +514,28 @@ def test_mistake_of_an_agent_is_refused(checkpoint, tmp_path, agent, words):
         play(checkpoint, tmp_path, agent)
 
 
+def test_exit_in_an_agent_is_an_error(checkpoint, tmp_path):
+    """Of a program that the policy wrote, for example. It does not end the event loop."""
+
+    async def agent(problem, ask):
+        await ask(problem["prompt"])
+        sys.exit()
+
+    with pytest.raises(RuntimeError, match=r"exit\(\) was called by the agent"):
+        play(checkpoint, tmp_path, agent)
+
+
+def test_stop_text_that_the_tokenizer_would_clean_up_ends_an_answer(checkpoint):
+    """Llama 3's tokenizers have this switch, which takes the blank before a comma out."""
+    policy, tokenizer, [problem, *_], cfg = started(checkpoint)
+    tokenizer.clean_up_tokenization_spaces = True
+    conversation = agents.Conversation(problem, problem["prompt"], policy, cfg)
+    ids = tokenizer("3 , 4")["input_ids"]
+    response = starter.Response([], ids, [-1.0] * len(ids), False)
+    assert conversation.write(response, "3 , 4", [" ,"]) == "3"
+    assert tokenizer.decode(conversation.ids, clean_up_tokenization_spaces=False) == "3 ,"
+
+
 def responses_by(folder, agent):
     policy, _, problems, cfg = started(folder)
     return starter.rollout(policy, None, problems, cfg, "test", 4, 1.0, agent)
@@ -764,6 +788,26 @@ def test_conversation_of_a_program_without_room_ends_as_an_agents_does(
     assert log["train/reward_mean"][1] == 0 and log["train/truncated_frac"][1] == 1
     said = "where an agent has no room left and ends with an error, its reward is 0 (the first: "
     assert capsys.readouterr().out.count(said) == 1
+
+
+def test_share_of_cut_answers_counts_every_conversation(checkpoint, tmp_path, monkeypatch):
+    async def asks_anew(problem, client):
+        await complete(client, [user(problem["prompt"])])
+        await complete(client, [user("anew")], max_tokens=1)
+        return 0.5
+
+    kept = []
+    make_batch = starter.make_batch
+
+    def keep_and_make(responses, *others):
+        kept.extend(responses)
+        return make_batch(responses, *others)
+
+    monkeypatch.setattr(starter, "make_batch", keep_and_make)
+    log = play(checkpoint, tmp_path, with_client(asks_anew))
+    cut = [not x.finished for response in kept for x in (response, *response.others)]
+    assert log["train/truncated_frac"][1] == pytest.approx(fmean(cut))
+    assert fmean(cut) != fmean(not response.finished for response in kept)
 
 
 def test_programs_that_block_a_thread_each_run_together(checkpoint, tmp_path):

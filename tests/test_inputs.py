@@ -3,6 +3,7 @@ anything is written; what changes nothing, or is often a mistake, is said."""
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -530,6 +531,13 @@ def test_source_that_changed_under_its_name_is_said(checkpoint, capsys, source, 
     assert says() == says() == ""
     change(x)
     assert says() == f"resume: the {source} changed\n"
+
+
+def test_problems_with_objects_are_the_same_in_another_process():
+    """The address of an object differs there."""
+    texts = [rules.plain({"is_right": functools.partial(one_agent, x)}) for x in ({}, {})]
+    assert texts[0] == texts[1] and " at 0x" not in texts[0]
+    assert rules.plain({"answer": 1}) != rules.plain({"answer": 2})
 
 
 def test_resumed_run_says_that_its_reward_has_changed(checkpoint, tmp_path, capsys):

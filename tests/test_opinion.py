@@ -4,8 +4,10 @@ run is starter.py's alone, to the bit."""
 import functools
 import itertools
 import math
+import random
 import shutil
 
+import numpy
 import pytest
 import torch
 from conftest import make_tokenizer, scalars, settings, variety
@@ -211,6 +213,42 @@ def test_gradient_of_nothing_but_rounding_is_no_fault(checkpoint, tmp_path, esti
     starter.main(**settings(checkpoint, tmp_path, n_train_steps=1, **given))
     printed = capsys.readouterr().out
     assert "token_statistics" in printed and "repeated" not in printed
+
+
+def test_edit_that_draws_with_numpy_is_no_fault(checkpoint, tmp_path, monkeypatch, capsys):
+    """Both sides of the comparison see the same numbers."""
+    compute_loss = starter.compute_loss
+
+    def noisy(*inputs, **named):
+        loss, metadata = compute_loss(*inputs, **named)
+        return loss * (1 + torch.tensor(numpy.random.rand(*loss.shape)).float()), metadata
+
+    monkeypatch.setattr(starter, "compute_loss", noisy)
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=2))
+    printed = capsys.readouterr().out
+    assert "token_statistics" in printed and "repeated" not in printed
+
+
+def test_comparison_of_the_sampler_draws_nothing_from_the_runs_generators(
+    checkpoint, tmp_path, monkeypatch
+):
+    """An edit that draws tokens by torch.multinomial has the same ones after a resume, of which the
+    first step is compared."""
+
+    def draw(probs, uniform):
+        return torch.multinomial(probs, 1)
+
+    def state():
+        return torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())
+
+    policy, _ = starter.init_policy(checkpoint, "cpu")
+    cfg = starter.cfg_with(precision="float32", max_new_tokens=4, stop_token_ids=[])
+    inputs = starter.requests_for([[1, 2]], cfg, 0, 2), cfg, 1.0
+    monkeypatch.setattr(starter, "draw_from", draw)
+    responses = starter.rollout_with_transformers(policy, *inputs)
+    before = state()
+    opinion.numbers_of_sampler(policy, responses, *inputs)
+    assert state() == before
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_prompts_are_texts_or_chats_and_other_keys_stay(with_support, tmp_path):
 
 GSM8K = {"question": "Why {x}?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}
 WHY = "Why {x}?\nThink step by step in a few short lines, then give the answer alone in answer tags"
+DEEP = r"First \boxed{7}, then $\boxed{\frac{\sqrt{3^{2}}}{2}}$."
 MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\sqrt{2}}}."}
 
 
@@ -111,6 +112,7 @@ MATH = {"problem": "Why {x}?", "solution": r"So $\boxed{1}$ or \boxed{\frac{1}{\
     [
         (GSM8K, WHY, "1,234"),
         (MATH, WHY, r"\frac{1}{\sqrt{2}}"),
+        ({**MATH, "solution": DEEP}, WHY, r"\frac{\sqrt{3^{2}}}{2}"),
         ({**MATH, "answer": 6}, WHY, 6),
         ({"messages": [*CHAT, ANSWER]}, CHAT, "4"),
         ({"messages": CHAT, "answer": 5}, CHAT, 5),
@@ -168,6 +170,15 @@ def test_rows_of_parquet_have_only_the_keys_that_they_had(tmp_path):
     path = tmp_path / "a.parquet"
     importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
     assert starter.read_problems(path) == rows
+
+
+def test_narrow_floats_of_parquet_are_the_decimals_that_they_stand_for(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    answers = pyarrow.array([0.1, 2.5, 1e-7], pyarrow.float32())
+    table = pyarrow.table({"prompt": ["a", "b", "c"], "answer": answers})
+    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    problems = starter.read_problems(tmp_path / "a.parquet")
+    assert [problem["answer"] for problem in problems] == [0.1, 2.5, 1e-7]
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import sys
 import threading
 
 import pytest
@@ -336,6 +337,22 @@ def test_error_of_an_async_reward_is_raised():
 
 
 # Rewards that are awaited, and responses that cannot be scored
+
+
+def calls_exit(text, problem):
+    sys.exit()
+
+
+async def calls_exit_later(text, problem):
+    sys.exit()
+
+
+@pytest.mark.parametrize("reward", [calls_exit, calls_exit_later])
+def test_exit_in_a_reward_is_an_error(reward, checkpoint, tmp_path):
+    """It may be of a program that the policy wrote. The run does not end as if all were well, nor
+    does the event loop, for which all would wait."""
+    with pytest.raises(RuntimeError, match=r"exit\(\) was called by the reward"):
+        starter.main(**settings(checkpoint, tmp_path, reward=reward))
 
 
 def test_async_rewards_wait_together_within_their_bound_and_in_one_event_loop(monkeypatch):

@@ -526,6 +526,34 @@ def test_thirty_steps_raise_the_reward_of_the_built_in_model(tmp_path):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps among its settings, as schedule-free optimisers do."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+@pytest.mark.parametrize("optimizer_class, said", [(Counting, 1), (torch.optim.SGD, 0)])
+def test_what_an_optimiser_counts_among_its_settings_is_said_to_begin_anew(
+    optimizer_class, said, capsys
+):
+    model = torch.nn.Linear(3, 2)
+    optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05  # as the schedule does
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    saved["optimizer"]["param_groups"][0]["nesterov"] = False
+    again = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
+    starter.take_over(model, again, saved)
+    printed = capsys.readouterr().out
+    assert printed.count("what an optimiser counts among its settings begins anew") == said
+    assert ('"k": 1' in printed) == said
+    assert again.state_dict()["state"].keys() == {0, 1}
+
+
 def test_checkpoint_before_the_first_update_holds_no_moments(tmp_path):
     """torch's own functions for checkpoints would count it as an update."""
     model = torch.nn.Linear(3, 2)

@@ -9,17 +9,18 @@ import ast
 import inspect
 import json
 import re
+import subprocess
 import sys
 import textwrap
 from unittest import mock
 
 import pytest
 import torch
-from conftest import needs_vllm, scalars, settings
+from conftest import make_responses, make_step, needs_vllm, scalars, settings
 from forked import REPOSITORY, edited_text, import_copy, in_forks, write_copy
 
 import starter
-from support import edits, fast, guards, report, resumed, steps
+from support import edits, fast, guards, report, resumed, rows, steps
 
 SOURCE = (REPOSITORY / "starter.py").read_text("utf-8")
 
@@ -125,6 +126,43 @@ def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(helper, left, monkeyp
     monkeypatch.setattr(starter, helper, lambda *inputs: None)
     edits.replace(**fast.FUNCTIONS)
     assert edits.replaced_names() == left
+
+
+@pytest.mark.parametrize("name", ["add_up_gradients", "cut_microbatches", "compute_loss"])
+def test_rows_without_an_advantage_stay_where_something_of_the_loss_is_edited(name, monkeypatch):
+    """A term that was added there may have a gradient for them."""
+    batch = make_step(make_responses((3, 2)), advantages=torch.tensor([1.0, 0.0]))
+    cfg = starter.cfg_with()
+    assert len(rows.with_gradient(batch, None, None, cfg)["labels"]) == 1
+    monkeypatch.setattr(starter, name, lambda *inputs: None)
+    assert len(rows.with_gradient(batch, None, None, cfg)["labels"]) == 2
+
+
+def test_file_that_was_loaded_anew_is_refused(monkeypatch):
+    """As by importlib.reload in a notebook: support/ would run functions of the one before."""
+    monkeypatch.setattr(starter, "MECHANICS", dict(starter.MECHANICS))
+    with pytest.raises(starter.InputError, match="or the kernel of the notebook, again"):
+        starter.main(n_train_steps=0)
+
+
+OWN_NAMES = """
+import starter
+own = lambda *inputs: 0.5
+starter.TASKS["addition"] = starter.TERM_RULES["clip"] = own
+starter.COEFFICIENT_RULES["dynamic"] = starter.PRESETS["smollm2"] = own
+starter.find_support()
+for names, name in (
+    (starter.TASKS, "addition"),
+    (starter.TERM_RULES, "clip"),
+    (starter.COEFFICIENT_RULES, "dynamic"),
+    (starter.PRESETS, "smollm2"),
+):
+    assert names[name] is own and len(names) > 1, name
+"""
+
+
+def test_task_rule_or_preset_of_yours_stays_beside_one_of_that_name():
+    subprocess.run([sys.executable, "-c", OWN_NAMES], cwd=REPOSITORY, check=True)
 
 
 def test_edit_of_what_a_lone_copy_alone_calls_is_said_to_have_no_part(

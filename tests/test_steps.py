@@ -110,6 +110,19 @@ def test_first_last_and_six_between_are_kept_also_before_a_resume(
     assert max(len(r["tokens"]) for r in responses) == 6
 
 
+def test_rows_of_the_same_tokens_that_begin_elsewhere_are_told_apart():
+    """As where an agent has its second question answered twice."""
+    responses = [
+        starter.Response([5], [6, 7, 8], [-1.0, math.nan, -1.0], True),
+        starter.Response([5, 6, 7], [8], [-1.0], True),
+    ]
+    batch = starter.make_batch(responses, torch.ones(2), "cpu")
+    keys = [steps.response_of(batch, i)[0] for i in range(2)]
+    assert keys[0] != keys[1]
+    for key, (prompt_ids, ids, *_) in zip(keys, responses):
+        assert key == (len(prompt_ids), *prompt_ids, *ids)
+
+
 @pytest.mark.parametrize("size, length, n_groups", [(64, 5000, 2), (64, 8, 8), (256, 8, 4)])
 def test_page_stays_below_500_kilobytes_and_has_the_last_step(
     tmp_path, monkeypatch, size, length, n_groups
@@ -117,7 +130,7 @@ def test_page_stays_below_500_kilobytes_and_has_the_last_step(
     n = n_groups * size
     rewards = torch.rand(n)
     numbers = {name: torch.rand(length).tolist() for name in "abcdefghij"}
-    of_rows = {(5, 6, *[7] * length): numbers}
+    of_rows = {(2, 5, 6, *[7] * length): numbers}
     monkeypatch.setattr(steps.Page, "numbers_of_rows", lambda *_: of_rows)
     responses = [starter.Response([5, 6], [7] * length, [0.0] * length, False)] * n
     problems = [{"prompt_ids": [5, 6] * 5000}] * n_groups
@@ -127,7 +140,9 @@ def test_page_stays_below_500_kilobytes_and_has_the_last_step(
     for step in range(1, 9):
         page.after_step(step, {}, problems, responses, rewards, [])
     assert (tmp_path / "steps.html").stat().st_size < 500_000
-    kept = [step["step"] for step in read_page(tmp_path)]
+    shown = read_page(tmp_path)
+    assert all("a" in response for step in shown for response in step["responses"])
+    kept = [step["step"] for step in shown]
     assert kept[0] == 1 and kept[-1] == 8 and kept == sorted(kept)
 
 
