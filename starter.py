@@ -2218,6 +2218,9 @@ def apply_preset(cfg):
     taken = {key: x for key, x in PRESETS[name].items() if getattr(cfg, key) is None}
     vars(cfg).update(taken)
     print(f"preset {name}: {taken}")
+    missing = [key for key in PRESETS["tiny"] if getattr(cfg, key) is None]
+    if missing:
+        raise InputError(f"preset {name} has no {missing}; add them to it, or give them to main()")
 
 
 def choose_device(cfg):

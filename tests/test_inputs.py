@@ -145,6 +145,13 @@ def test_folder_of_runs_that_is_a_file_is_refused(tmp_path):
     assert f"{tmp_path}/file is no folder that this program may write into" in printed
 
 
+def test_preset_of_yours_that_lacks_a_number_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(starter.PRESETS, "mine", dict(starter.PRESETS["tiny"], group_size=None))
+    given = dict(device="cpu", preset="mine", out_dir=tmp_path / "runs")
+    assert "preset mine has no ['group_size']; add them" in refusal(starter.main, **given)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_prompts_that_are_all_equal_are_named_as_the_cause(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "add 1", "answer": 1}\n' * 20)
     printed = refusal(starter.main, device="cpu", out_dir=tmp_path, task=tmp_path / "a.jsonl")
