@@ -2179,9 +2179,7 @@ PRESETS = {
         task="countdown_small",
         n_train_steps=150,
         rollout_batch_size=256,
-        group_size=4,  # more prompts in a step
         max_new_tokens=16,
-        normalize_by_std=False,  # a prompt whose responses differ more weighs more
         learning_rate=3e-4,
         warmup_steps=10,
         max_tokens_per_microbatch=8_192,
@@ -2191,9 +2189,7 @@ PRESETS = {
         task="countdown",
         n_train_steps=80,
         rollout_batch_size=128,
-        group_size=8,
         max_new_tokens=256,
-        normalize_by_std=True,
         learning_rate=7e-6,
         warmup_steps=10,
         max_tokens_per_microbatch=4_096,
@@ -2320,7 +2316,7 @@ def main(
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
     n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate, and save the model
     rollout_batch_size=None,  # responses per step = prompts x group_size
-    group_size=None,  # responses to one prompt
+    group_size=8,  # responses to one prompt
     max_new_tokens=None,  # longer responses are cut; what an agent reads counts, too
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
@@ -2328,7 +2324,7 @@ def main(
     vllm_tp=1,  # GPUs, of as many processes, that share a vLLM engine (tensor_parallel_size)
     max_sampler_diff=None,  # nats between sampler and trainer; None: see check_sampler; inf: any
     # Advantages and loss
-    normalize_by_std=None,  # True: GRPO's advantage; False: Dr. GRPO's, whose average is "dr_grpo"
+    normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
     mask_truncated=False,  # True: responses that were cut are left out of the loss, not of groups
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
