@@ -146,9 +146,9 @@ def test_folder_of_runs_that_is_a_file_is_refused(tmp_path):
 
 
 def test_preset_of_yours_that_lacks_a_number_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(starter.PRESETS, "mine", dict(starter.PRESETS["tiny"], group_size=None))
+    monkeypatch.setitem(starter.PRESETS, "mine", dict(starter.PRESETS["tiny"], max_new_tokens=None))
     given = dict(device="cpu", preset="mine", out_dir=tmp_path / "runs")
-    assert "preset mine has no ['group_size']; add them" in refusal(starter.main, **given)
+    assert "preset mine has no ['max_new_tokens']; add them" in refusal(starter.main, **given)
     assert not (tmp_path / "runs").exists()
 
 
