@@ -835,8 +835,10 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     """(P * G,) rewards, group after group -> (P * G,) advantages and statistics for the log.
 
     GRPO divides by the group's standard deviation (arXiv:2402.03300). Dr. GRPO does not, so that
-    easy and hard prompts weigh the same (arXiv:2503.20783). With group_size 2, rewards [1, 0, 1, 1]
-    become [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
+    easy and hard prompts weigh the same (arXiv:2503.20783). "step" divides by the deviation of all
+    rewards of the step (arXiv:2508.08221): prompts weigh the same, and the advantages have about
+    the size of GRPO's, so that a kl_coef means the same. With group_size 2, GRPO makes rewards
+    [1, 0, 1, 1] into [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
     A response whose reward is nan was not scored. It leaves its group: its advantage is 0, and the
     others are compared with each other. Its tokens still count in the average of section 6."""
     groups = rewards.reshape(-1, group_size)
@@ -852,8 +854,11 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     # Scored responses less one: the divisor of an unbiased variance
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()  # 0 / 0 is nan
+    divisor = std
+    if normalize_by_std == "step":
+        divisor = rewards[~rewards.isnan()].std()
     if normalize_by_std:
-        advantages = advantages / (std.nan_to_num() + advantage_eps)
+        advantages = advantages / (divisor.nan_to_num() + advantage_eps)
     metadata = {
         "reward_mean": rewards.nanmean().item(),
         "reward_std": std.nanmean().item(),  # over the groups
@@ -2179,7 +2184,9 @@ PRESETS = {
         task="countdown_small",
         n_train_steps=150,
         rollout_batch_size=256,
+        group_size=4,
         max_new_tokens=16,
+        normalize_by_std="step",
         learning_rate=3e-4,
         warmup_steps=10,
         max_tokens_per_microbatch=8_192,
@@ -2189,7 +2196,9 @@ PRESETS = {
         task="countdown",
         n_train_steps=80,
         rollout_batch_size=128,
+        group_size=8,
         max_new_tokens=256,
+        normalize_by_std=True,
         learning_rate=7e-6,
         warmup_steps=10,
         max_tokens_per_microbatch=4_096,
@@ -2277,6 +2286,10 @@ def check_settings(cfg):
             f"group_size = {cfg.group_size} must be 2 or more, and divide rollout_batch_size = "
             f"{cfg.rollout_batch_size}; change one of them"
         )
+    if cfg.normalize_by_std not in (True, False, "step"):
+        raise InputError(
+            f"normalize_by_std = {cfg.normalize_by_std!r} must be True, False, or 'step'"
+        )
     if isinstance(cfg.task, list):
         raise InputError("task is a list; give a function: lambda cfg: (to train on, held out)")
     if cfg.reward is not None and not callable(cfg.reward):
@@ -2316,7 +2329,7 @@ def main(
     engine="auto",  # "vllm" or "transformers"; auto: vLLM on a GPU, if it is installed
     n_train_steps=None,  # rollouts, those before a resume included; 0: evaluate, and save the model
     rollout_batch_size=None,  # responses per step = prompts x group_size
-    group_size=8,  # responses to one prompt
+    group_size=None,  # responses to one prompt
     max_new_tokens=None,  # longer responses are cut; what an agent reads counts, too
     temperature=1.0,  # of sampling; all log-probs are taken at it
     enable_thinking=False,  # what the chat template is told, where it has such a mode
@@ -2324,7 +2337,7 @@ def main(
     vllm_tp=1,  # GPUs, of as many processes, that share a vLLM engine (tensor_parallel_size)
     max_sampler_diff=None,  # nats between sampler and trainer; None: see check_sampler; inf: any
     # Advantages and loss
-    normalize_by_std=True,  # False: the advantage of Dr. GRPO, whose average is "dr_grpo"
+    normalize_by_std=None,  # True: that of each group; "step": that of all; False: as Dr. GRPO
     mask_truncated=False,  # True: responses that were cut are left out of the loss, not of groups
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1
@@ -2566,8 +2579,8 @@ def settings_from(arguments):
         argument_default=argparse.SUPPRESS,
     )
     for name, default in vars(cfg_with()).items():
-        example = PRESETS["tiny"].get(name, default)
-        kind = str if isinstance(example, str) else value_of
+        is_text = isinstance(default, str) or name in ("model_id", "task")
+        kind = str if is_text else value_of
         if isinstance(default, bool) or name == "resume":  # without a value it is True
             parser.add_argument(f"--{name}", type=kind, nargs="?", const=True)
         else:

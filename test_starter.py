@@ -506,7 +506,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("normalize_by_std", [True, "step", False])
 def test_advantages_and_their_statistics_match_loops(normalize_by_std):
     """Rewards that are equal within rounding give 0: their tiny deviation would make them large.
     Others count, however small or near they are. A response that is not scored leaves its group,
@@ -521,6 +521,7 @@ def test_advantages_and_their_statistics_match_loops(normalize_by_std):
         return found.tolist(), metadata
 
     expected, all_scored, deviations, n_equal = [], [], [], 0
+    of_step = statistics.stdev(x for group in GROUPS for x in group if not math.isnan(x))
     for group in GROUPS:
         rounded = [float(f"{reward:.14g}") for reward in group]
         scored = [reward for reward in rounded if not math.isnan(reward)]
@@ -530,7 +531,7 @@ def test_advantages_and_their_statistics_match_loops(normalize_by_std):
             deviations.append(deviation)
         n_equal += len({*scored}) < 2
         all_scored += scored
-        divisor = deviation + 0.5 if normalize_by_std else 1.0
+        divisor = {True: deviation + 0.5, "step": of_step + 0.5, False: 1.0}[normalize_by_std]
         for reward in rounded:
             is_scored = reward in scored
             expected.append((reward - statistics.mean(scored)) / divisor if is_scored else 0.0)

@@ -270,7 +270,7 @@ def train_with_trl(settings, rows, **trl_options):
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=cfg.rollout_batch_size // rows,
         num_generations=cfg.group_size,
-        scale_rewards="group" if cfg.normalize_by_std else "none",
+        scale_rewards={True: "group", "step": "batch", False: "none"}[cfg.normalize_by_std],
         max_steps=cfg.n_train_steps,
         max_completion_length=cfg.max_new_tokens,
         learning_rate=cfg.learning_rate,

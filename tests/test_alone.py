@@ -86,7 +86,7 @@ def test_file_alone_says_in_one_sentence_what_is_wrong_unless_it_is_in_a_reward(
 )
 def test_file_alone_refuses_what_would_act_like_something_else(without_support, name, value):
     given = dict(engine="transformers", rollout_batch_size=16, group_size=8)
-    given["kl_adaptation_method"] = "target+clip"
+    given |= dict(normalize_by_std=True, kl_adaptation_method="target+clip")
     starter.check_settings(starter.cfg_with(**given))
     with pytest.raises(starter.InputError, match=name):
         starter.check_settings(starter.cfg_with(**given | {name: value}))

@@ -26,6 +26,8 @@ GIVEN = {
         "run_name": "5",
         "out_dir": "2024-a",
     },
+    "--normalize_by_std False": {"normalize_by_std": False},
+    "--normalize_by_std step": {"normalize_by_std": "step"},
     "--model_id 123 --task 5 --seed 5": {"model_id": "123", "task": "5", "seed": 5},
     "--seed __import__('os').abort()": {"seed": "__import__('os').abort()"},
 }

@@ -95,7 +95,7 @@ def test_advantages_equal_the_formula(name, by_hand, tmp_path):
     module = load(name, tmp_path)
     nan = math.nan
     rewards = [0.0, 1.0, 0.1, 1.0] + [0.5] * 4 + [nan, 1, 0, 1] + [nan, 1, nan, nan] + [nan] * 4
-    by_std = module.cfg_with().normalize_by_std
+    by_std = module.cfg_with().normalize_by_std is not False
     found, _ = module.compute_group_normalized_advantages(torch.tensor(rewards), 4, 1e-6, by_std)
     expected = by_hand + [0] * 4 + [0, 1 / 2, -1, 1 / 2] + [0] * 8
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
