@@ -541,7 +541,7 @@ def draw_learning(figure):
 def draw_agents(figure):
     """The built-in model, over the steps: learnt with a second try, and in one turn."""
     left, right = figure.subplots(1, 2)
-    [(_, one_turn), *_] = runs_of("learning")
+    [*_, (_, one_turn)] = runs_of("learning")  # by the preset that the agent's runs had
     [(_, agent), *_] = runs_of("agents")
     runs = [({"learnt": "in one turn"}, one_turn), ({"learnt": "with a second try"}, agent)]
     draw_curves(left, runs, "curve_solved", "learnt")
