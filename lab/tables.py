@@ -115,7 +115,12 @@ def name_of_task(settings):
     task = settings.get("task", "Countdown")
     if settings.get("preset") == "smollm2":
         task = "SmolLM2: addition"
-    return task + ", LoRA" * ("lora_rank" in settings)
+    # Those of the preset before have their group_size with them
+    return task + ", LoRA" * ("lora_rank" in settings) + ", groups of 8" * is_of_before(settings)
+
+
+def is_of_before(settings):
+    return "group_size" in settings
 
 
 def penalty_table():
@@ -124,7 +129,8 @@ def penalty_table():
     lines = []
     for settings, rows in [*runs_of("coefficients"), *runs_of("smollm2")]:
         kl = settings["kl_coef"], settings["kl_adaptation_method"]
-        if kl in (("off", "off"), (default, "none")) and "lora_rank" not in settings:
+        is_shown = "lora_rank" not in settings and not is_of_before(settings)
+        if kl in (("off", "off"), (default, "none")) and is_shown:
             cells = spread(rows, "solved_after"), spread(rows, "kept_after")
             lines.append([name_of_task(settings), settings["kl_coef"], *cells])
     return table(["task", "`kl_coef`", "solved, %", "kept, %"], lines)
