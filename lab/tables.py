@@ -116,7 +116,7 @@ def name_of_task(settings):
     if settings.get("preset") == "smollm2":
         task = "SmolLM2: addition"
     # Those of the preset before have their group_size with them
-    return task + ", LoRA" * ("lora_rank" in settings) + ", groups of 8" * is_of_before(settings)
+    return task + ", LoRA" * ("lora_rank" in settings) + ", before" * is_of_before(settings)
 
 
 def is_of_before(settings):
@@ -197,9 +197,16 @@ def machines_table():
 
 
 def coefficients_table():
-    """Of the default run, README's own data, and LoRA, with each coefficient and with a rule."""
+    """Of the default run, README's own data, and LoRA, with each coefficient and with a rule. Of
+    the preset before what was not measured with the present one."""
     runs = []
+    shown = set()
     for settings, rows in runs_of("coefficients"):
+        measured = name_of_task(settings).removesuffix(", before"), settings["kl_coef"]
+        is_plain = settings["kl_adaptation_method"] in ("off", "none")
+        if is_of_before(settings) and is_plain and measured in shown:
+            continue
+        shown.add(measured)
         coefficient = settings["kl_coef"]
         if settings["kl_adaptation_method"] not in ("off", "none"):
             coefficient += f", `{settings['kl_adaptation_method']}`"
