@@ -855,7 +855,7 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()  # 0 / 0 is nan
     divisor = std
-    if normalize_by_std == "step":
+    if normalize_by_std == "step" and is_scored.sum() > 1:
         divisor = rewards[~rewards.isnan()].std()
     if normalize_by_std:
         advantages = advantages / (divisor.nan_to_num() + advantage_eps)

@@ -208,7 +208,7 @@ def coefficients_table():
             continue
         shown.add(measured)
         coefficient = settings["kl_coef"]
-        if settings["kl_adaptation_method"] not in ("off", "none"):
+        if not is_plain:
             coefficient += f", `{settings['kl_adaptation_method']}`"
         runs.append((settings | {"task": name_of_task(settings), "kl_coef": coefficient}, rows))
     return run_table(runs, ["task", "kl_coef"])
