@@ -1372,10 +1372,11 @@ class KLController:
         self.cfg = cfg  # or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, cfg)
         self.start = kl_coef  # some rules keep within a range around it
+        began = {"method": cfg.kl_adaptation_method, "kl_coef": kl_coef}
         # In the run's checkpoint, "step" counts updates; a rule may keep averages of its own in it
-        self.state = state or {"step": 0, "beta": kl_coef}
-        if self.rule is None:  # a run that is resumed with another kl_coef takes that
-            self.state["beta"] = kl_coef
+        self.state = {"step": 0, "beta": kl_coef, **began}
+        if state and began.items() <= state.items():  # else a resume has changed them: begin anew
+            self.state = state
 
     @property
     def beta(self):
@@ -1790,13 +1791,14 @@ class Run:
         is_over = False
         if self.cfg.resume:
             print(f"resumed: {self.folder} after step {self.state['step']}")
-            is_over = 0 < self.cfg.n_train_steps <= self.state["step"]
+            is_over = self.state["step"] >= max(1, self.cfg.n_train_steps)
         if is_over:
             print("no step is left to train: raise n_train_steps, which counts from step 1")
         if self.writes_files:
             self.open_log()
             if not is_over:  # else the file stays that describes the steps that were trained
-                (self.folder / "settings.json").write_text(text_of_settings(self.cfg), "utf-8")
+                with written_whole(self.folder / "settings.json", []) as unfinished:
+                    unfinished.write_text(text_of_settings(self.cfg), "utf-8")
 
     def open_log(self):
         """Makes the folder with TensorBoard's log. What was logged after the checkpoint is dropped
@@ -2022,8 +2024,8 @@ def length_of_schedule(cfg, state):
     if state["n_steps"] is None or state["step"] <= cfg.warmup_steps:
         state["n_steps"] = cfg.n_train_steps
     n_steps = state["n_steps"]
-    if n_steps != cfg.n_train_steps:
-        step = state["step"] + 1
+    step = state["step"] + 1
+    if n_steps != cfg.n_train_steps and step <= cfg.n_train_steps:
         rate = cfg.learning_rate * learning_rate_schedule(step, n_steps, cfg)
         print(
             f"the learning rate follows its schedule of {n_steps} steps, the n_train_steps with "

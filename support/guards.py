@@ -265,7 +265,7 @@ def update_state(metrics, state):
     # An overflow of fp16 is none of those that are skipped: the next loss is scaled less
     is_scaled = math.isfinite(metrics["loss"]) and state["scaler"].get("scale", 0.0) >= 1
     count_in_a_row(state, "n_skipped", not (is_finite or is_scaled))
-    if state["n_skipped"] == 5:
+    if state["n_skipped"] >= 5:  # more, where a run goes on after that
         raise starter.RunStopped(
             "5 steps in a row had a loss or gradient that is not finite; mend a reward of nan or "
             "inf, or lower learning_rate"

@@ -41,7 +41,8 @@ def predicted_gb(config, cfg, n_tokens, n_processes=1):
     n_linear = sum(layer.weight.numel() for layer in layers)
     n_head = config.vocab_size * config.hidden_size
     n_all = model.num_parameters()
-    n_stored = n_linear if cfg.frozen_in_bf16 else 0  # in 16 bits
+    is_stored = cfg.frozen_in_bf16 and cfg.precision != "float32"
+    n_stored = n_linear if is_stored else 0  # in 16 bits
     is_divided = n_processes > 1
 
     # In bytes: weights; what an update, and a sync with vLLM or a saved model, take besides
@@ -131,11 +132,12 @@ def check_fits(cfg):
         return
     if needed > free:
         of_each = f" in each of {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
+        in_bf16 = ' with precision = "bf16"' if cfg.precision == "float32" else ""
         raise starter.InputError(
             f"model_id = {str(cfg.model_id)!r} needs about {needed:.1f} GB{of_each} with these "
             f"settings, even for one response at a time, and {free:.1f} GB are free; set lora_rank "
-            "= 16, gradient_checkpointing = True and frozen_in_bf16 = True, take a smaller model, "
-            "or more GPUs (docs/hardware.md)"
+            f"= 16, gradient_checkpointing = True and frozen_in_bf16 = True{in_bf16}, take a "
+            "smaller model, or more GPUs (docs/hardware.md)"
         )
     if cfg.engine == "vllm" and cfg.device.type == "cuda" and cfg.gpu_mem_util < 1:
         share = cfg.gpu_mem_util * torch.cuda.mem_get_info(cfg.device)[1] / 1e9
@@ -156,6 +158,9 @@ def vllm_gb(config, cfg):
 def store_frozen_in_bf16(policy, ref_model, cfg):
     """Stores the linear layers that do not learn in 16 bits. Autocast rounds them so in any case:
     the log-probs keep their bits, but for layers that compute in float32 in spite of it."""
+    if cfg.precision == "float32":
+        print("frozen_in_bf16 = True changes nothing: the precision is float32")
+        return
     for model in filter(None, (policy, ref_model)):
         for layer in linear_layers(model):
             if not layer.weight.requires_grad:

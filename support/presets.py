@@ -30,12 +30,23 @@ def choose(cfg):
         cfg.preset = preset_of_run(cfg.model_id) or "qwen3-1.7b"
 
 
+def read_settings(path):
+    """Returns what a run's settings.json holds; {} where it is not there, or damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (TypeError, ValueError) as error:
+        print(f"{path} is damaged ({error}): what it says is not known")
+        return {}
+
+
 def preset_of_run(model_id):
     """Returns the preset of the run that saved this model, or None if none did."""
     settings = Path(model_id).with_name("settings.json")
     if Path(model_id).name != "model" or not settings.is_file():
         return None
-    preset = json.loads(settings.read_text("utf-8")).get("preset")
+    preset = read_settings(settings).get("preset")
     return preset if preset in starter.PRESETS else None
 
 

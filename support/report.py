@@ -36,7 +36,7 @@ def write_report(result, policy, ref_model, llm, problems, run):
     if run.writes_files:
         reference = cfg.ref_model_id or "model before training"
         first = run.state.get("first_reference")
-        last = run.state.get("reference", first)  # there is none where no step was trained
+        last = run.state.get("reference") or first  # none where no step was trained
         if ref_model is not None and last != first:
             reference = "reference at the end"
         text = "\n".join(lines_of_report(result, nats, n, run, reference))

@@ -40,9 +40,13 @@ def say_what_is_new(run, policy, ref_model, optimizer):
             f"{len(others)} of the optimiser's parameters are none of the policy's: no checkpoint "
             "holds their values, so keep these in run.state"
         )
-    if ref_model is not None:
-        run.state.setdefault("first_reference", sample_of(ref_model))
-    before = run.state.get("reference")
+    state = run.state
+    teacher = str(run.cfg.ref_model_id)
+    if state.setdefault("ref_model_id", teacher) != teacher:  # which is said as a changed setting
+        state.update(ref_model_id=teacher, reference=None, first_reference=None)
+    if ref_model is not None and state.get("first_reference") is None:
+        state["first_reference"] = sample_of(ref_model)
+    before = state.get("reference")
     if before is not None and ref_model is not None and sample_of(ref_model) != before:
         print(
             "resume: the reference is another one than before: an edit that changes it while "

@@ -3,7 +3,7 @@
 import starter
 from support import edits
 
-LOSS = edits.called_by("add_up_gradients") | {"weights_of_tokens", "cut_microbatches"}
+LOSS = edits.called_by("add_up_gradients") | {"weights_of_tokens", "cut_microbatches", "train"}
 
 
 def with_gradient(batch, policy, ref_model, cfg):

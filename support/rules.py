@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import starter
 from starter import InputError
-from support import agents, checkpoints, edits
+from support import agents, checkpoints, edits, presets
 from support.resumed import first_numbers
 
 # 1. Parameters
@@ -369,10 +369,7 @@ FIXED = (
 def check_resume(run):
     """Raises InputError for a change of settings with which the run cannot go on rightly, and says
     what else has changed. Sets damaged checkpoints aside."""
-    path = run.folder / "settings.json"
-    before = {}
-    if path.is_file():
-        before = json.loads(path.read_text("utf-8"))
+    before = presets.read_settings(run.folder / "settings.json")
     run.cfg.sources = before.get("sources", {})
     run.cfg.made_with = {
         "python": platform.python_version(),

@@ -90,16 +90,26 @@ def test_clip_sound_has_the_gradient_of_the_log_ratio_cut_to_five_nats():
 @pytest.mark.parametrize("rule", starter.COEFFICIENT_RULES)
 def test_number_that_is_not_finite_moves_neither_beta_nor_an_average(rule):
     for kl, reward in ((math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan)):
-        state = {"beta": 0.2, "step": 4, "kl": 0.1, "reward": 0.5}
+        state = {**controller(rule).state, "step": 4, "kl": 0.1, "reward": 0.5}
         resumed = controller(rule, dict(state))
         resumed.update(kl, reward)
         assert resumed.state == {**state, "step": 5}
     assert math.isfinite(betas(rule, [0.0, -0.1, 0.0])[-1])
 
 
-def test_resumed_controller_without_a_rule_takes_the_coefficient_of_now():
-    assert controller("none", {"step": 3, "beta": 0.1}).beta == 0.2
-    assert controller("target", {"step": 3, "beta": 0.1}).beta == 0.1
+@pytest.mark.parametrize(
+    "method, kl_coef, begins_anew",
+    [("target", 0.2, False), ("target", 1.0, True), ("dynamic", 0.2, True), ("none", 0.2, True)],
+)
+def test_rule_begins_anew_where_a_resume_has_changed_it_or_kl_coef(method, kl_coef, begins_anew):
+    before = controller("target")
+    before.update(10.0, 0.5)
+    assert before.beta == pytest.approx(0.3)
+    resumed = KLController(kl_coef, cfg_with(kl_adaptation_method=method), dict(before.state))
+    if begins_anew:
+        assert (resumed.beta, resumed.state["step"]) == (kl_coef, 0)
+    else:
+        assert resumed.state == before.state
 
 
 def test_rule_that_returns_nothing_is_named(monkeypatch):

@@ -293,11 +293,13 @@ def test_warning_is_printed_once_and_not_again_after_resume(checkpoint, tmp_path
 
 
 def test_several_skipped_steps_in_a_row_stop_the_run(watch):
+    """Also one more of them, where it was resumed."""
     looking = watch()
     for step in range(1, 10):
         looking.after_step(step, {**FINE, "loss": math.inf if step != 5 else 0.1}, *STEP_DATA)
-    with pytest.raises(RunStopped, match="5 steps in a row"):
-        looking.after_step(10, {**FINE, "grad_norm": math.inf}, *STEP_DATA)
+    for step in (10, 11):
+        with pytest.raises(RunStopped, match="5 steps in a row"):
+            looking.after_step(step, {**FINE, "grad_norm": math.inf}, *STEP_DATA)
 
 
 @pytest.mark.parametrize("a_second, is_said", [(40, False), (1_900, True)])

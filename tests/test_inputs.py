@@ -491,6 +491,14 @@ def test_other_changes_of_a_resumed_run_are_said(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("content", ["", '{"preset": "ti', "[1]"])
+def test_run_whose_settings_are_damaged_goes_on_and_says_so(tmp_path, capsys, content):
+    run = resumed(tmp_path, "")
+    (tmp_path / "settings.json").write_text(content)
+    rules.check_resume(run)
+    assert f"{tmp_path / 'settings.json'} is damaged" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, capsys, is_cut):
     run = resumed(tmp_path, "")

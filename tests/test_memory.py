@@ -99,6 +99,19 @@ def test_share_of_vllm_that_has_no_room_for_its_cache_is_refused(tmp_path, monke
         memory.check_fits(cfg_of("vllm", model_id=str(tmp_path), **{name: value}))
 
 
+def test_nothing_is_stored_in_16_bits_in_float32_which_is_said(checkpoint, capsys):
+    cfg = cfg_of(**KL)
+    cfg.precision = "float32"
+    plain = cfg_of(use_kl_penalty=True)
+    plain.precision = "float32"
+    needed = [memory.predicted_gb(QWEN, each, 100) for each in (cfg, plain)]
+    assert needed[0] == needed[1]
+    model, _ = starter.init_policy(checkpoint, torch.device("cpu"))
+    memory.store_frozen_in_bf16(model.requires_grad_(False), None, cfg)
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    assert "frozen_in_bf16 = True changes nothing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_what_does_not_learn_gives_the_same_bits_from_bf16(checkpoint, lora_rank):
     model, _ = starter.init_policy(checkpoint, "cpu")

@@ -206,6 +206,23 @@ def test_losses_that_cancel_are_compared_in_their_own_size(checkpoint, tmp_path,
     assert "token_statistics" in printed and "repeated" not in printed
 
 
+def test_step_of_many_tokens_is_no_fault_in_fp16(checkpoint, tmp_path, monkeypatch, capsys):
+    """Each has a small part in the gradient then, which fp16 alone would take for 0."""
+    monkeypatch.setitem(starter.AVERAGES, "dr_grpo", lambda mask, n: mask / 2**19)
+    given = dict(precision="fp16", lora_rank=4, frozen_in_bf16=True, loss_average="dr_grpo")
+    starter.main(**settings(checkpoint, tmp_path, n_train_steps=1, **given))
+    printed = capsys.readouterr().out
+    assert "token_statistics" in printed and "repeated" not in printed
+
+
+def test_reward_that_is_not_finite_is_no_fault_of_support(checkpoint, tmp_path, capsys):
+    rewards = itertools.cycle([math.inf, 1.0, 0.0])
+    given = dict(n_train_steps=1, reward=lambda text, problem: next(rewards))
+    starter.main(**settings(checkpoint, tmp_path, **given))
+    printed = capsys.readouterr().out
+    assert "token_statistics" in printed and "repeated" not in printed
+
+
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_gradient_of_nothing_but_rounding_is_no_fault(checkpoint, tmp_path, estimator, capsys):
     """No advantage in the first step, in which the policy is the reference."""

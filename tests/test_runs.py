@@ -350,12 +350,32 @@ def test_resume_of_a_finished_run_repeats_its_end_or_goes_on(checkpoint, tmp_pat
     again = run(kind, **{**given, "learning_rate": 5e-5, "resume": True})
     printed = capsys.readouterr().out
     assert "no step is left to train: raise n_train_steps" in printed
+    assert "the learning rate follows" not in printed
     assert steps_in(printed) == steps_in(printed, "Eval at step") == []
+    run(kind, **{**given, "n_train_steps": 0, "resume": True})
     assert again == first and outcome(tmp_path) == ended and settings_file.read_text() == before
     resume(kind, checkpoint, tmp_path, n_train_steps=3, learning_rate=2e-3)
     assert steps_in(capsys.readouterr().out) == [3]
     rates = scalars(first["run_folder"])["train/lr"]  # in the warm-up; that of now
     assert list(rates.values()) == pytest.approx([1e-4, 2e-4, 6e-4])
+
+
+def test_settings_of_a_run_are_whole_where_they_cannot_be_written(
+    checkpoint, tmp_path, monkeypatch
+):
+    given = full_settings(checkpoint, tmp_path, n_train_steps=1)
+    settings_file = run("alone", **given)["run_folder"] / "settings.json"
+    before = settings_file.read_text()
+    write_text = Path.write_text
+
+    def write_half(path, text, *others):
+        write_text(path, text[:100], *others)
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(RunStopped, match="settings.json cannot be written .no space.*make room"):
+        run("alone", **{**given, "n_train_steps": 2, "resume": True})
+    assert settings_file.read_text() == before
 
 
 def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(checkpoint, tmp_path):

@@ -128,7 +128,7 @@ def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(helper, left, monkeyp
     assert edits.replaced_names() == left
 
 
-@pytest.mark.parametrize("name", ["add_up_gradients", "cut_microbatches", "compute_loss"])
+@pytest.mark.parametrize("name", ["add_up_gradients", "cut_microbatches", "compute_loss", "train"])
 def test_rows_without_an_advantage_stay_where_something_of_the_loss_is_edited(name, monkeypatch):
     """A term that was added there may have a gradient for them."""
     batch = make_step(make_responses((3, 2)), advantages=torch.tensor([1.0, 0.0]))

@@ -127,6 +127,19 @@ def test_run_without_a_reward_follows_its_teacher_and_names_it(
 
 
 @pytest.mark.slow
+def test_run_that_is_resumed_with_another_teacher_is_measured_from_that_one(
+    checkpoint, teacher, tmp_path, capsys
+):
+    another = save_checkpoint(tmp_path / "another", family="Llama", hidden_size=48)
+    folder = run(checkpoint, tmp_path, teacher, n_train_steps=1)["run_folder"]
+    capsys.readouterr()
+    run(checkpoint, tmp_path, another, n_train_steps=2, resume=str(folder))
+    out = capsys.readouterr().out
+    assert "resume: ref_model_id was" in out and f"KL(policy || {another})" in out
+    assert "another one than before" not in out
+
+
+@pytest.mark.slow
 def test_reference_of_adapters_is_the_teacher_in_16_bits_and_not_their_base(
     checkpoint, teacher, tmp_path
 ):
