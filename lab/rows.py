@@ -54,12 +54,17 @@ def commit():
 
 
 def machine():
-    """Returns the processor's name, as far as the system tells it, and torch's threads."""
+    """Returns the processor's name, as far as the system tells it, with the numbers that tell apart
+    those of one name, and torch's threads."""
     import torch
 
     path = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", path.read_text() if path.is_file() else "")
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(r"model name\s*: (.*)", text)
     name = found[1].split(" @")[0] if found else platform.machine()
+    numbers = re.search(r"cpu family\s*: (\d+)\nmodel\s*: (\d+)", text)
+    if numbers:
+        name += f" (family {numbers[1]}, model {numbers[2]})"
     return f"{name}, {torch.get_num_threads()} threads"
 
 
