@@ -834,11 +834,12 @@ def number_of(text):
 def compute_group_normalized_advantages(rewards, group_size, advantage_eps, normalize_by_std):
     """(P * G,) rewards, group after group -> (P * G,) advantages and statistics for the log.
 
-    GRPO divides by the group's standard deviation (arXiv:2402.03300). Dr. GRPO does not, so that
-    easy and hard prompts weigh the same (arXiv:2503.20783). "step" divides by the deviation of all
-    rewards of the step (arXiv:2508.08221): prompts weigh the same, and the advantages have about
-    the size of GRPO's, so that a kl_coef means the same. With group_size 2, GRPO makes rewards
-    [1, 0, 1, 1] into [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
+    An advantage is the reward less the mean of its group. True: GRPO divides it by the group's
+    standard deviation (arXiv:2402.03300). False: Dr. GRPO does not, so that easy and hard prompts
+    weigh the same (arXiv:2503.20783). "step" divides by the deviation of all rewards of the step
+    (arXiv:2508.08221): prompts weigh the same, and the advantages are about as large as GRPO's,
+    for which most values of kl_coef were found. With group_size 2, GRPO makes rewards [1, 0, 1, 1]
+    into [+0.71, -0.71, 0, 0]: a group whose rewards are all equal teaches nothing.
     A response whose reward is nan was not scored. It leaves its group: its advantage is 0, and the
     others are compared with each other. Its tokens still count in the average of section 6."""
     groups = rewards.reshape(-1, group_size)
@@ -1520,9 +1521,9 @@ def mechanic(function):
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes, at least one. Here: all. support/:
-    its share of them; and, while the functions of the loss are as shipped, without those whose
-    advantages are 0 and that pay no KL: they have no gradient. Means in the log are over the rows
-    that are left."""
+    its share of them; and, while train() and the functions of the loss are as shipped, without
+    those whose advantages are 0 and that pay no KL: they have no gradient. Means in the log are
+    over the rows that are left."""
     return batch
 
 
@@ -2290,7 +2291,8 @@ def check_settings(cfg):
         )
     if cfg.normalize_by_std not in (True, False, "step"):
         raise InputError(
-            f"normalize_by_std = {cfg.normalize_by_std!r} must be True, False, or 'step'"
+            f"normalize_by_std = {cfg.normalize_by_std!r} must be True (divide by the deviation of "
+            "the group), 'step' (by that of all rewards of the step) or False (do not divide)"
         )
     if isinstance(cfg.task, list):
         raise InputError("task is a list; give a function: lambda cfg: (to train on, held out)")
@@ -2339,7 +2341,7 @@ def main(
     vllm_tp=1,  # GPUs, of as many processes, that share a vLLM engine (tensor_parallel_size)
     max_sampler_diff=None,  # nats between sampler and trainer; None: see check_sampler; inf: any
     # Advantages and loss
-    normalize_by_std=None,  # True: that of each group; "step": that of all; False: as Dr. GRPO
+    normalize_by_std=None,  # True: divide by the group's; "step": by that of all; False: do not
     mask_truncated=False,  # True: responses that were cut are left out of the loss, not of groups
     loss_average="dapo",  # a name in AVERAGES: "dapo", "grpo", "dr_grpo"
     clip_range=0.2,  # of the ratio pi / old; (0.2, 0.28) clips less above 1

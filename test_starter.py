@@ -895,8 +895,8 @@ def test_rows_without_an_advantage_are_left_out_where_they_have_no_gradient(path
     "names, n_rows",
     [
         ("grpo_microbatch_step compute_loss ppo_loss weights_of_tokens", 6),
-        ("token_statistics response_logits statistics_of_logits scale_logits", 6),
-        ("make_batch reward_fn train", 3),
+        ("token_statistics response_logits statistics_of_logits scale_logits train", 6),
+        ("make_batch reward_fn log_train", 3),
     ],
 )
 def test_all_rows_stay_where_something_of_the_loss_was_edited(path, monkeypatch, names, n_rows):

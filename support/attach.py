@@ -18,7 +18,7 @@ from support import (
     models,
     opinion,
 )
-from support import presets, ranks, rules, tasks
+from support import presets, ranks, rows, rules, tasks
 from support.agents import play  # noqa: F401
 from support.models import mend_model  # noqa: F401
 from support.rewards import awaited  # noqa: F401
@@ -89,6 +89,7 @@ def prepare(policy, ref_model, tokenizer, problems, run):
     rules.note_changed_sources(policy, problems, cfg)
     gpu.attach(policy, ref_model, cfg)
     edits.log_edits(unused=["limit_logits"] if ranks.WORLD == 1 else [])
+    rows.log_rows(ref_model)
     return ref_model
 
 

@@ -350,6 +350,8 @@ def evaluation_signs(metrics, state, step, cfg):
         )
     elif lost:
         remedy = "raise kl_coef" if cfg.use_kl_penalty else "set use_kl_penalty = True"
+        if metrics["solved"] == 0:
+            remedy = "look at what the reward rewards: nothing is solved"
         yield (
             "forgotten",
             f"other skills are lost ({', '.join(lost)}): lower learning_rate, or {remedy}",

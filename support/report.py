@@ -1,6 +1,7 @@
 """What is said and drawn of a finished run of starter.py. Nothing here changes the model."""
 
 import io
+import logging
 from dataclasses import astuple
 
 import numpy
@@ -160,6 +161,8 @@ def draw(run, n):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run.writer.flush()
+    # After a kill it would warn of the steps that were logged again
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
     log = EventAccumulator(str(run.folder)).Reload()
     tags_of_panel = {}
     for unit, beginnings in PANELS.items():

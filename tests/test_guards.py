@@ -268,6 +268,13 @@ def test_signs_of_trouble_in_an_evaluation(signs, solved, sort, changes):
     assert " ".join(dict(found)) == signs
 
 
+def test_remedy_for_lost_skills_is_the_reward_where_nothing_is_solved():
+    state = {"before": evaluation(0.0, 0.9), "kl_per_token": None}
+    for solved, words in ((0.0, "look at what the reward rewards"), (0.1, "use_kl_penalty")):
+        signs = guards.evaluation_signs(evaluation(solved, 0.2), state, 50, starter.cfg_with())
+        assert words in dict(signs)["forgotten"]
+
+
 def test_warning_is_printed_again_at_the_end_if_it_still_holds(watch, capsys):
     guard = watch()
     guard.run.state["before"] = evaluation(0.3, 0.9)

@@ -59,7 +59,7 @@ WRONG = {
     "--n_eval_problems 0": "n_eval_problems = 0 must be 1 or more",
     "--eval_temperature -1": "eval_temperature = -1 must be 0 or more",
     "--lora_rank -1": "lora_rank = -1 must be 0 or more",
-    "--normalize_by_std batch": "normalize_by_std = 'batch' must be True, False, or 'step'",
+    "--normalize_by_std batch": "normalize_by_std = 'batch' must be True (divide by",
     "--clip_range=-0.2": "clip_range = -0.2 must be a number, such as 0.2, or two",
     "--clip_range 0.2,0.3,0.4": "clip_range = (0.2, 0.3, 0.4) must be a number",
     "--use_kl_penalty --kl_adaptation_method clip --kl_clip_threshold 0": "must be 1e-09 or more",

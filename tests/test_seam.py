@@ -129,13 +129,17 @@ def test_edit_of_what_a_mechanic_calls_keeps_that_mechanic(helper, left, monkeyp
 
 
 @pytest.mark.parametrize("name", ["add_up_gradients", "cut_microbatches", "compute_loss", "train"])
-def test_rows_without_an_advantage_stay_where_something_of_the_loss_is_edited(name, monkeypatch):
+def test_rows_without_an_advantage_stay_where_something_of_the_loss_is_edited(
+    name, monkeypatch, capsys
+):
     """A term that was added there may have a gradient for them."""
     batch = make_step(make_responses((3, 2)), advantages=torch.tensor([1.0, 0.0]))
     cfg = starter.cfg_with()
     assert len(rows.with_gradient(batch, None, None, cfg)["labels"]) == 1
     monkeypatch.setattr(starter, name, lambda *inputs: None)
     assert len(rows.with_gradient(batch, None, None, cfg)["labels"]) == 2
+    rows.log_rows(None)
+    assert f"computed, too, since {name} was edited" in capsys.readouterr().out
 
 
 def test_file_that_was_loaded_anew_is_refused(monkeypatch):
