@@ -152,7 +152,21 @@ WINNERS = {
 """,
 }
 
+CUT = "        microbatches = cut_microbatches(rows, cfg.max_tokens_per_microbatch)\n"
+
 EDITS = dict(
+    rows_without_an_advantage_pay_for_their_length=Edit(
+        {
+            CUT: CUT
+            + """\
+        for some in microbatches:
+            lengths = some["response_mask"].sum(dim=1, keepdim=True)
+            some["advantages"] = some["advantages"] - 0.05 * lengths
+"""
+        },
+        lambda x: (0.05 * x.mask.sum(dim=1, keepdim=True) - x.advantages) * x.log_probs,
+        {"reward": often_equal},
+    ),
     top_k=Edit(
         {
             "        tokens = draw_from(probs, uniform)": """\
