@@ -831,6 +831,14 @@ def number_of(text):
 # 5. Advantages.  In: rewards. Out: how much better each response is than others of its group.
 
 
+def have_equal_rewards(groups, mean):
+    """(P, G) rewards and (P, 1) their means -> (P, 1), true where all that were scored are equal,
+    or only one was. The mean of equal rewards can be off by one bit, and so can rewards that are
+    sums, such as 0.6 + 0.3 + 0.1: neither counts as a difference."""
+    is_equal = torch.isclose(groups, mean, rtol=1e-12, atol=0.0) | groups.isnan()
+    return is_equal.all(dim=1, keepdim=True)
+
+
 def compute_group_normalized_advantages(rewards, group_size, advantage_eps, normalize_by_std):
     """(P * G,) rewards, group after group -> (P * G,) advantages and statistics for the log.
 
@@ -845,13 +853,8 @@ def compute_group_normalized_advantages(rewards, group_size, advantage_eps, norm
     groups = rewards.reshape(-1, group_size)
     is_scored = ~groups.isnan()
     mean = groups.nanmean(dim=1, keepdim=True)
-    advantages = torch.where(is_scored, groups - mean, 0.0)
-    # The mean of equal rewards can be off by one bit, and so can rewards that are sums, such as
-    # 0.6 + 0.3 + 0.1. Here the advantages of a group whose rewards are equal but for this, or of
-    # one with a single reward, become exactly 0.
-    is_equal = torch.isclose(groups, mean, rtol=1e-12, atol=0.0) | ~is_scored
-    all_equal = is_equal.all(dim=1, keepdim=True)
-    advantages = advantages.masked_fill(all_equal, 0.0)
+    all_equal = have_equal_rewards(groups, mean)
+    advantages = torch.where(is_scored & ~all_equal, groups - mean, 0.0)
     # Scored responses less one: the divisor of an unbiased variance
     n_others = (is_scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     std = (advantages.square().sum(dim=1, keepdim=True) / n_others).sqrt()  # 0 / 0 is nan

@@ -126,7 +126,7 @@ CHANGES = {  # name: a text of starter.py, what stands in its place, the quick t
     "mask too late": (MASK, "[False] * (len(before) + 1) + is_written[1:]", "test_step"),
     "KL swapped": (DIFFERENCE, DIFFERENCE.replace("= (", "= -("), "test_kl_gradient"),
     "exact KL swapped": ("(log_p.exp() * d)", "(-ref_log_p.exp() * d)", "test_kl_gradient"),
-    "sign of the advantage": ("is_scored, groups -", "is_scored, -groups +", "test_step"),
+    "sign of the advantage": ("~all_equal, groups -", "~all_equal, -groups +", "test_step"),
     "mean of a microbatch": (LOSS_OF_STEP, "loss = masked_mean(loss, mask)", "test_step"),
     "nothing": (LOSS_OF_STEP, LOSS_OF_STEP, None),
     "tokens forbidden": (SCALED, SCALED + FORBIDDEN, None),
