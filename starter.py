@@ -898,7 +898,7 @@ def make_batch(responses, advantages, device):
     (B, 1). A row is a response, or another conversation of its agent.
 
     advantages: (n,), one for each response, or (n, L), one for each of its tokens, where L is the
-    longest one; the further conversations of an agent read the same row from its first column on.
+    longest one; further conversations of an agent have the advantages of the same row.
     A prompt and its response come without a gap, padded on the right. input_ids and labels are
     shifted against each other once, here:
 
@@ -937,8 +937,8 @@ def make_batch(responses, advantages, device):
     batch = {}
     for name in rows[0]:
         batch[name] = padded([row[name] for row in rows], fillers.get(name, 0.0)).to(device)
-    # No id is -1. Ids are padded with the row's first one: some models break at the id of the
-    # padding token. A row of one token has none
+    # -1, which is no id, marks the padding. It becomes the row's first id, since some models break
+    # at that of the padding token; in a row of one token, which has no input, it becomes 0
     ids = batch["input_ids"]
     batch["input_ids"] = torch.where(ids < 0, ids[:, :1].clamp(min=0), ids)
     return batch
@@ -973,9 +973,9 @@ def weights_of_conversations(mask, response_index, average, max_new_tokens):
     agent weigh as much as one response that has all of their tokens; each would count as a response
     of its own otherwise.
 
-    An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]. Its tokens are counted
-    by column: [2, 2, 1]. mean_of_tokens makes [0.4, 0.4, 0.2] of these counts, which the tokens of
-    a column share: each has 0.2."""
+    An agent had two conversations, with the masks [1, 1, 0] and [1, 1, 1]: its columns have 2, 2
+    and 1 tokens. The average takes these counts for the mask of one response: mean_of_tokens gives
+    the columns 0.4, 0.4 and 0.2, which their tokens share, so that each has 0.2."""
     _, index = response_index.unique(return_inverse=True)  # from 0, without gaps
     counts = torch.zeros_like(mask[: index.max() + 1]).index_add(0, index, mask)
     shares = average(counts, max_new_tokens) / counts.clamp(min=1)
