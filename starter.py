@@ -1810,7 +1810,12 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter
 
         next_step = self.state["step"] + 1 if self.state["before"] else 0  # 0: an evaluation
-        self.writer = SummaryWriter(self.folder, purge_step=next_step)
+        try:
+            self.writer = SummaryWriter(self.folder, purge_step=next_step)
+        except OSError as error:
+            raise RunStopped(
+                f"{self.folder} cannot be written into ({error}); make room"
+            ) from error
 
     def log(self, kind, metrics, step):
         """Writes {name: number} to TensorBoard, under kind/ where a name has no kind of its own."""

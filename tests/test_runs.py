@@ -378,6 +378,15 @@ def test_settings_of_a_run_are_whole_where_they_cannot_be_written(
     assert settings_file.read_text() == before
 
 
+def test_folder_without_room_for_the_log_is_named(checkpoint, tmp_path, monkeypatch):
+    def full(folder, **others):
+        raise OSError("no space")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", full)
+    with pytest.raises(RunStopped, match="cannot be written into .no space.; make room"):
+        run("alone", **settings(checkpoint, tmp_path, n_train_steps=1))
+
+
 def test_resume_goes_on_with_the_newest_run_and_keeps_the_source_of_each_part(checkpoint, tmp_path):
     """Names are of local time, and folders are renamed. Also where an older version began the run:
     main() has got a parameter since, and lost one."""
