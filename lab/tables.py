@@ -7,8 +7,8 @@ A page has <!-- table: NAME --> or <!-- console: NAME --> where a table or the o
 goes, and <!-- end --> after it; what stands between them is replaced. The output is that of the
 middle run of lab/results/machines.csv, made by
 
-    export OMP_NUM_THREADS=1
-    python starter.py --seed 1 --precision float32 | grep -E "^(Eval at|Step (1|150)/)" > $FILE
+    export OMP_NUM_THREADS=2
+    python starter.py --precision float32 | grep -E "^(Eval at|Step (1|150)/)" > $FILE
 
 where FILE=lab/results/console_off.txt, with dots where lines are left out.
 """
