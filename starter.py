@@ -1376,11 +1376,12 @@ class KLController:
         self.cfg = cfg  # or KLSettings
         self.rule = rule_among(COEFFICIENT_RULES, cfg)
         self.start = kl_coef  # some rules keep within a range around it
-        began = {"method": cfg.kl_adaptation_method, "kl_coef": kl_coef}
+        began_with = {"method": cfg.kl_adaptation_method, "kl_coef": kl_coef}
         # In the run's checkpoint, "step" counts updates; a rule may keep averages of its own in it
-        self.state = {"step": 0, "beta": kl_coef, **began}
-        if state and began.items() <= state.items():  # else a resume has changed them: begin anew
-            self.state = state
+        new = {"step": 0, "beta": kl_coef, **began_with}
+        self.state = {**new, **(state or {})}
+        if not began_with.items() <= self.state.items():  # a resume has changed them
+            self.state = new
 
     @property
     def beta(self):
