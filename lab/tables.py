@@ -240,7 +240,7 @@ def recipes_table():
         names = ("epochs_per_rollout", "loss_average", "kl_coef")
         others = [f"`{x}={settings[x]}`" for x in names if settings.get(x, "off") != "off"]
         settings["recipe"] = ", ".join([settings.get("recipe", "starter.py"), *others])
-    return run_table(runs, ["recipe"])
+    return run_table(runs, ["recipe", "seeds"])
 
 
 def precision_table():
