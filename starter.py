@@ -1525,9 +1525,9 @@ def mechanic(function):
 @mechanic
 def rows_to_train_on(batch, policy, ref_model, cfg):
     """Returns the rows of the step that this process computes, at least one. Here: all. support/:
-    its share of them; and, while train() and the functions of the loss are as shipped, without
-    those whose advantages are 0 and that pay no KL: they have no gradient. Means in the log are
-    over the rows that are left."""
+    its share of them; and, while the functions of the loss, and train() from here to its call of
+    clip_gradient, are as shipped, without those whose advantages are 0 and that pay no KL: they
+    have no gradient. Means in the log are over the rows that are left."""
     return batch
 
 

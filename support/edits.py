@@ -168,10 +168,19 @@ def log_edits(unused):
 NOT_IN_A_STEP = {"evaluate", "log_eval", "solved_by_skill"}
 
 
+def lines_of(function):
+    """Returns the lines of a function, and the number of the first in its file; no lines where its
+    source cannot be had."""
+    try:
+        return inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return [], 0
+
+
 def edited_lines(function, shipped):
     """Returns the numbers of a function's lines, in its file, that were not shipped with it: of
     train() up to the call that ends the look at a step. shipped: the hashes of those that were."""
-    source, first = inspect.getsourcelines(function)
+    source, first = lines_of(function)
     edited = set()
     for n, line in enumerate(source, start=first):
         if short_hash(line.strip()) not in shipped:

@@ -477,12 +477,13 @@ def test_compiled_copy_of_the_policy_is_refused_before_the_first_step(checkpoint
 
 
 def test_log_is_on_the_disk_before_the_checkpoint(checkpoint, tmp_path):
-    """A kill after it would otherwise leave a hole in the curves."""
+    """A kill after it would otherwise leave a hole in the curves. What is renamed first is
+    settings.json."""
     from torch.utils.tensorboard import SummaryWriter
 
     done = []
     log = at_call(SummaryWriter, "flush", 1, lambda: done.append("log"))
-    with log, at_call(Path, "replace", 1, lambda: done.append("checkpoint")):
+    with log, at_call(Path, "replace", 2, lambda: done.append("checkpoint")):
         run("alone", **settings(checkpoint, tmp_path, n_train_steps=1))
     assert done == ["log", "checkpoint"]
 

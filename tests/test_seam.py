@@ -6,6 +6,7 @@ those whose gradient is written out.
 """
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -140,6 +141,24 @@ def test_rows_without_an_advantage_stay_where_something_of_the_loss_is_edited(
     assert len(rows.with_gradient(batch, None, None, cfg)["labels"]) == 2
     rows.log_rows(None)
     assert f"computed, too, since {name} was edited" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, stay",
+    [
+        ("        rollout_seconds = time.perf_counter() - start\n", False),
+        ("        microbatches = cut_microbatches(rows, cfg.max_tokens_per_microbatch)\n", True),
+        ("            scaler.unscale_(optimizer)\n", True),
+        ("        log_train(run, step, metrics)\n", False),
+    ],
+)
+def test_edit_of_train_keeps_all_rows_only_where_it_is_behind_their_choice(line, stay, tmp_path):
+    path = tmp_path / "edited.py"
+    path.write_text(edited_text({line: line + line.replace(line.strip(), "print(step)")}), "utf-8")
+    spec = importlib.util.spec_from_file_location("edited", path)
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    assert rows.is_edited_behind_the_rows(edited.train) == stay
 
 
 def test_file_that_was_loaded_anew_is_refused(monkeypatch):
