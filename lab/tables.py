@@ -188,7 +188,7 @@ def machines_table():
     of_machines = []
     for settings, rows in runs_of("machines"):
         for row in rows:
-            processor = row["machine"].partition(",")[0]
+            processor, _, _ = row["machine"].rpartition(",")  # of threads
             of_machines.append(row | {"processor": processor, "dtype": settings["precision"]})
     runs = []
     for (processor, dtype), rows in grouped(of_machines, "processor", "dtype").items():
